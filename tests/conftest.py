@@ -46,10 +46,10 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main() -> Generator[None, int, int]:
-    """A run that is through ends with pytest's own status, whatever threads Ray has left: see ``leave``.
+    """End the run with pytest's own status, whatever threads Ray has left: see ``exit_process``.
 
-    Outermost here, everything has been torn down, reported and closed, by plugins too, and the status is final. Usage
-    errors pass by as exceptions. Whoever called pytest.main in a test would end the whole run; nobody does.
+    As the outermost wrapper this runs after everything is torn down, reported and closed, also by plugins, and the status is
+    final. Usage errors propagate as exceptions. A test must not call pytest.main, which would end the whole run.
     """
     status = yield
     exit_process(int(status))

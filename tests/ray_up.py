@@ -1,8 +1,8 @@
-"""``ray up`` on machines that one logs into: a cluster comes, serves, loses a machine, gets it back, and goes.
+"""``ray up`` over SSH: a cluster is started, serves, loses a host and gets it back, and is stopped.
 
-Three hosts and a client's are network, process and mount namespaces of this machine, each with its own sshd, home and /tmp.
-The wheel is built from this checkout, and installed there by the file that ``tramontane cluster-yaml`` writes; only what it
-depends on is lent to them.
+Three hosts and a client host are network, process and mount namespaces of this machine, each with its own home and /tmp; the
+three have sshd. The wheel is built from this checkout and installed there by the file that ``tramontane cluster-yaml`` writes;
+its dependencies are links to this machine's packages.
 """
 
 import shutil
@@ -48,34 +48,34 @@ def machines(tmp_path: Path) -> Iterator[list[SshHost]]:
         yield hosts
 
 
-def test_a_cluster_comes_serves_loses_a_machine_gets_it_back_and_goes(machines: list[SshHost], wheel: Path) -> None:
+def test_a_cluster_starts_serves_survives_the_loss_of_a_host_and_stops(machines: list[SshHost], wheel: Path) -> None:
     *hosts, client = machines
-    for each in hosts:  # before anything there may end all of Ray that it sees
+    for each in hosts:  # ``ray up`` stops all Ray processes of a host: it must not see those of this machine
         assert each.running() == []
     _prepare(client, hosts, wheel)
-    _tell("ray up", lambda: _on(client, "ray up -y --no-config-cache cluster.yaml"))
-    _tell("three nodes", lambda: _wait(lambda: "3 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")))
+    _timed("ray up", lambda: _on(client, "ray up -y --no-config-cache cluster.yaml"))
+    _timed("three nodes", lambda: _wait(lambda: "3 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")))
     serving = _serving(client)
     assert [_stages(each) for each in hosts] == [1, 1, 1]
     url = f"http://{hosts[0].host.address}:8000"
     with client.host.entered():
         before = _tokens(url)
-        _tell("a host lost", hosts[1].lose)
-        _tell(
+        _timed("a host lost", hosts[1].lose)
+        _timed(
             "Ray's autoscaler knows",
             lambda: _wait(lambda: "2 local.cluster.node" in _on(client, "ray exec cluster.yaml 'ray status'")),
         )
         hosts[1].bring_back()
-        _tell("its stage is back", lambda: _wait(lambda: _stages(hosts[1]) == 1))
-        _tell("answers again", lambda: _wait(lambda: _answer(url).status_code == 200))
+        _timed("its stage is back", lambda: _wait(lambda: _stages(hosts[1]) == 1))
+        _timed("answers again", lambda: _wait(lambda: _answer(url).status_code == 200))
         assert _tokens(url) == before
     assert [_stages(each) for each in hosts] == [1, 1, 1]
     for process in hosts[0].host.processes():
         if process.name().startswith("tramontane"):
             process.terminate()
     assert serving.wait(120) == 0
-    _tell("ray down", lambda: _on(client, "ray down -y cluster.yaml"))
-    _tell("nothing left", lambda: _wait(lambda: [each.running() for each in hosts] == [[], [], []]))
+    _timed("ray down", lambda: _on(client, "ray down -y cluster.yaml"))
+    _timed("nothing left", lambda: _wait(lambda: [each.running() for each in hosts] == [[], [], []]))
 
 
 def _answer(url: str) -> httpx.Response:
@@ -91,7 +91,7 @@ def _tokens(url: str) -> list[int]:
 
 
 def _prepare(client: SshHost, hosts: list[SshHost], wheel: Path) -> None:
-    """What somebody at the client's has: the wheel, a token for Ray, and the file."""
+    """Prepare the client's host: the wheel, a token for Ray, and the cluster file."""
     shutil.copy(wheel, client.home)
     addresses = ",".join(each.host.address for each in hosts)
     machines = ["--provider", "local", "--hosts", addresses, "--ssh-user", "root", "--ssh-key", f"{HOME}/.ssh/key"]
@@ -102,7 +102,7 @@ def _prepare(client: SshHost, hosts: list[SshHost], wheel: Path) -> None:
 
 
 def _on(client: SshHost, command: str) -> str:
-    """What it writes."""
+    """Run a command on the client's host and return its output."""
     words = client.host.command("bash", "-c", f"cd; {command}")
     environment = dict(client.environment)
     done = subprocess.run(
@@ -120,7 +120,7 @@ def _on(client: SshHost, command: str) -> str:
 
 
 def _serving(client: SshHost) -> "subprocess.Popen[bytes]":
-    """Once it has said that it is ready."""
+    """Start ``tramontane serve`` and wait until it is ready."""
     command = "cd; ray exec cluster.yaml 'tramontane serve --config tramontane.yaml --host 0.0.0.0'"
     log = client.folder / "serve.log"
     with log.open("wb") as file:
@@ -130,7 +130,7 @@ def _serving(client: SshHost) -> "subprocess.Popen[bytes]":
         assert serving.poll() is None, log.read_text(errors="replace")
         return "http://" in log.read_text(errors="replace")
 
-    _tell("serving", lambda: _wait(ready))
+    _timed("serving", lambda: _wait(ready))
     return serving
 
 
@@ -139,12 +139,13 @@ def _stages(host: SshHost) -> int:
 
 
 def _wait(until: Callable[[], bool]) -> None:
-    """As long as the test may take."""
+    """Wait until the condition holds. Bounded by the test's timeout."""
     while not until():
         time.sleep(POLL_S)
 
 
-def _tell(what: str, do: Callable[[], object]) -> None:
+def _timed(what: str, action: Callable[[], object]) -> None:
+    """Run a step of the test and print its seconds."""
     began = time.monotonic()
-    do()
+    action()
     print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)

@@ -28,7 +28,7 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
     assert len(masks) == 4 * 3
     assert {name for name, holds in checks.items() if holds is not True} == masks, "kernels are for GPUs only"
     titles = [f"logits, {kind}: 16 bits against float32 on the CPU" for kind in ("dense, prefill", "dense, decode")]
-    assert checks.keys() >= {*titles, "recorded steps: logits of them against computed ones, at worst"}
+    assert checks.keys() >= {*titles, "CUDA graphs: logits against eager steps, at worst"}
     unmeasured = {row["name"]: row["detail"] for row in rows.values() if row["figure"] == "not measured"}
     assert unmeasured == {"mistral-inference": "mistral_inference is not installed here"}
     for name in (
@@ -60,7 +60,7 @@ def test_what_it_says_without_a_gpu() -> None:
 
 
 def test_a_number_that_is_none_does_not_hold_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of recorded steps the first, a later one, or none has logits that are not numbers."""
+    """The first replayed step, a later one, or none has logits that are NaN."""
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_checks
 

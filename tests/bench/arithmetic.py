@@ -1,11 +1,11 @@
-"""How long one stage's arithmetic takes: no Ray, no router, no links.
+"""Benchmark of one stage's computation, without Ray, router and channels.
 
     python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds 5] [--prompts N] [--profile]
 
-A whole model of random weights in one ``StageWorker`` in this process. Phases, in rounds that take turns: a prefill of 512
-tokens, four prompts of 128; decode steps of 1, 16, 32 and 64 sequences that have about 160 tokens behind them. Figures are
-medians. With ``--prompts`` so many prompts of 128 tokens, 64 new ones each, also go through scheduler and router, once.
-``--profile`` shows instead where a phase's time goes, by torch's operators and by Python's functions.
+A complete model with random weights runs in one ``StageWorker`` in this process. The phases alternate in rounds: a prefill of
+512 tokens (four prompts of 128), and decode steps of 1, 16, 32 and 64 sequences with a context of about 160 tokens. Figures are
+medians. With ``--prompts N`` N prompts of 128 tokens with 64 new ones each also run through scheduler and router, once.
+``--profile`` shows instead how a phase's time is spent, by torch's operators and by Python's functions.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.stage.stage_worker import StageWorker
 
-CONTEXT, STEPS = 156, 8  # decode steps run from 156 to 163 tokens behind
+CONTEXT, STEPS = 156, 8  # decode steps have contexts of 156 to 163 tokens
 PROMPT, NEW_TOKENS = 128, 64
 GREEDY = SamplingParams(temperature=0.0)
 MISTRAL_300M = ModelArgs(
@@ -61,7 +61,7 @@ class Phase:
     name: str
     num_seqs: int
     num_tokens: int  # of each sequence in a step
-    num_behind: int
+    context_len: int  # tokens of each sequence before the first step
     num_steps: int
 
     @property
@@ -73,28 +73,28 @@ PHASES = (Phase("prefill 4 x 128", 4, PROMPT, 0, 1), *(Phase(f"decode {n}", n, 1
 
 
 class Bench:
-    """One model in one stage, and sequences whose cached keys are all zero: they take as long as any."""
+    """One model in one stage, with sequences whose cached keys are all zero; their values do not affect the time."""
 
     def __init__(self, args: ModelArgs, dtype: str) -> None:
         self.plan = make_plan(args, PlanRequest((StageBudget(64 * GIB),), dtype, args.max_seq_len, 64, 16))
         self.worker = StageWorker.load(self.plan.stages[0], RandomWeights())
 
     def step_s(self, phase: Phase) -> float:
-        """Seconds of a step, the median of the phase's."""
+        """Return the median seconds of the phase's steps."""
         batches = self.batches(phase)
         return statistics.median([self._seconds(batch) for batch in batches])
 
     def batches(self, phase: Phase) -> list[MicroBatch]:
-        """The phase's steps, after the stage has been told of what is behind them."""
+        """Return the phase's steps, after the sequences' contexts have been entered into the stage's page table."""
         epoch, ring = self.worker.epoch + 1, self.plan.cache.classes[0].ring_pages
         self.worker.fence(epoch)
         pages = [(tuple(range(ring * s, ring * (s + 1))),) for s in range(phase.num_seqs)]
-        if phase.num_behind:
-            behind = (Chunk(s, 0, (0,) * phase.num_behind, pages[s], GREEDY, False) for s in range(phase.num_seqs))
-            self.worker.table.update(MicroBatch(epoch, 0, tuple(behind)))
+        if phase.context_len:
+            contexts = (Chunk(s, 0, (0,) * phase.context_len, pages[s], GREEDY, False) for s in range(phase.num_seqs))
+            self.worker.table.update(MicroBatch(epoch, 0, tuple(contexts)))
         batches = []
         for step in range(phase.num_steps):
-            start = phase.num_behind + step * phase.num_tokens
+            start = phase.context_len + step * phase.num_tokens
             new = [(((),), None) if start else (pages[s], GREEDY) for s in range(phase.num_seqs)]
             chunks = (
                 Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], needs_sample=True) for s in range(phase.num_seqs)
@@ -109,13 +109,13 @@ class Bench:
 
 
 def measure(bench: Bench, phases: Sequence[Phase], rounds: int) -> dict[Phase, float]:
-    """Seconds of a step by phase: medians over rounds, the first of which warms up."""
-    turns = [{phase: bench.step_s(phase) for phase in phases} for _ in range(rounds + 1)][1:]
-    return {phase: statistics.median(turn[phase] for turn in turns) for phase in phases}
+    """Return the seconds of a step by phase: medians over the rounds, after one that warms up."""
+    results = [{phase: bench.step_s(phase) for phase in phases} for _ in range(rounds + 1)][1:]
+    return {phase: statistics.median(result[phase] for result in results) for phase in phases}
 
 
 def whole_run_s(bench: Bench, num_prompts: int) -> float:
-    """Seconds for prompts that come all at once, with one micro-batch in flight."""
+    """Return the seconds for prompts that are submitted at once, with one micro-batch in flight."""
     prompts = [random_ids(PROMPT, seed, bench.plan.args.vocab_size) for seed in range(num_prompts)]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     started = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Pipelines come and go with the load: how soon, and what failed, was different, or was left behind.
+"""Benchmark of autoscaling: how soon pipelines are added and removed, and which requests fail or change.
 
     python tests/bench/autoscale.py [--rounds 1] [--heavy 10] [--light 2] [--by-tokens] [--scarce] [--port 8785] [--json]
 
-The demo model in float32, one stage a pipeline, in a cluster of this machine, scaled by Ray Serve from one pipeline to three.
-A few clients ask for long streams all the time; many more come until there are three pipelines, and leave until there is one
-again. Every request is run once undisturbed before; each must get the very same tokens. A pipeline that goes has a second to
-finish what it has: long streams go on with another one. With ``--by-tokens`` there are places for all, and it is the tokens in
-flight that ask for more pipelines; with ``--scarce`` there is no room for a third one.
+The demo model in float32, one stage per pipeline, in a local cluster, scaled by Ray Serve from one pipeline to three. A few
+clients request long streams all the time. Many more clients start until there are three pipelines, and stop until there is one
+again. Every request is first run once at constant load, and must return the same tokens during scaling. A pipeline that is
+removed has one second to finish its requests; long streams continue on another one. With ``--by-tokens`` there are slots for
+all requests, and the tokens in flight cause the scaling; with ``--scarce`` the cluster has no capacity for a third pipeline.
 """
 
 import argparse
@@ -33,21 +33,22 @@ from serve_cluster import jobs_in, leftovers, router_stats, start_serve, wait_un
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
-MOST = 3
-OF_A_PIPELINE = 3  # its supervisor, its stage, their placement group
+MAX_PIPELINES = 3
+NAMES_PER_PIPELINE = 3  # its supervisor, its stage, their placement group
 REQUESTS, LONG_STREAMS = 16, 6
 POLL_S = 0.2
-PATIENCE_S = 300.0  # until the number of pipelines is as it should be; then the run has failed
-BEYOND_S = 20.0  # for which a pipeline for which there is no room is wanted
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "threads_per_stage": 1, "max_replicas": MOST, "drain_timeout": 1}
+TIMEOUT_S = 300.0  # for the expected number of pipelines; then the run has failed
+UNMET_DEMAND_S = 20.0  # how long a pipeline without capacity is requested
+SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "threads_per_stage": 1, "max_replicas": MAX_PIPELINES}
+SETTINGS |= {"drain_timeout": 1}
 SETTINGS |= {"upscale_delay": 2, "downscale_delay": 5, "placement_timeout": 5}
-BY_PLACES, BY_TOKENS = {"max_num_seqs": 4}, {"max_num_seqs": 64, "target_tokens": 1500}
+BY_SLOTS, BY_TOKENS = {"max_num_seqs": 4}, {"max_num_seqs": 64, "target_tokens": 1500}
 console = Console(stderr=True, highlight=False)
 
 
 @dataclass
 class History:
-    """Pipelines that run, from the beginning of the load on; of each that went, how many requests it had when last seen."""
+    """Running pipelines over time, and for each removed one how many requests it had when last sampled."""
 
     began_at: float = field(default_factory=time.monotonic)
     pipelines: list[tuple[float, int]] = field(default_factory=list)
@@ -57,7 +58,7 @@ class History:
     def sample(self) -> None:
         try:
             stats = router_stats(stages=False)
-        except RayError:  # one of them is just going
+        except RayError:  # one of them is being removed
             return
         now = {router["pipeline"]: router["requests"] for router in stats}
         self.left_with += [num for name, num in self.requests.items() if name not in now]
@@ -67,39 +68,39 @@ class History:
 
 
 def long_streams(rng: random.Random) -> list[dict[str, Any]]:
-    """Of the same kind as the others, but streams of one choice, and three times as long."""
+    """Return requests like the others, but all streams of one choice, and three times as long."""
     return [body | {"max_tokens": rng.randint(300, 500), "stream": True, "n": 1} for body in bodies(LONG_STREAMS, rng)]
 
 
 def replicas(state: str) -> int:
-    """Of the Router deployment, so many are in this state."""
+    """Return how many replicas of the Router deployment are in this state."""
     number: int = serve.status().applications[APPLICATION].deployments["Router"].replica_states.get(state, 0)
     return number
 
 
-async def until(condition: Callable[[], bool], what: str, ask: "ScalingLoad") -> float:
-    """Seconds that it took; what happens meanwhile is shown."""
+async def wait_until(condition: Callable[[], bool], what: str, load: "ScalingLoad") -> float:
+    """Wait until the condition holds, with a status line; returns the seconds that it took. Raises TimeoutError."""
     began = time.monotonic()
     with console.status(what) as status:
         while not await asyncio.to_thread(condition):
-            await asyncio.to_thread(ask.history.sample)
-            status.update(f"{what}: {len(ask.history.requests)} now; {ask.describe()}")
-            if time.monotonic() - began > PATIENCE_S:
+            await asyncio.to_thread(load.history.sample)
+            status.update(f"{what}: {len(load.history.requests)} now; {load.describe()}")
+            if time.monotonic() - began > TIMEOUT_S:
                 raise TimeoutError(what)
             await asyncio.sleep(POLL_S)
     seconds = round(time.monotonic() - began, 1)
-    console.print(f"{what}: {seconds} s; {ask.describe()}", soft_wrap=True)
+    console.print(f"{what}: {seconds} s; {load.describe()}", soft_wrap=True)
     return seconds
 
 
 @dataclass
 class ScalingLoad:
-    """``light`` asks all the time, ``heavy`` now and then."""
+    """``light`` runs all the time, ``heavy`` once per round. ``max_pipelines`` is what the cluster has capacity for."""
 
     light: Load
     heavy: Load
     num_heavy: int
-    most: int
+    max_pipelines: int
     history: History = field(default_factory=History)
 
     def describe(self) -> str:
@@ -108,39 +109,38 @@ class ScalingLoad:
         return f"{done} requests done, {bad} failed or different"
 
     async def one_round(self) -> dict[str, Any]:
-        """From one pipeline to the most and back."""
+        """Scale from one pipeline to the maximum and back."""
         self.heavy.is_over = False
         running = asyncio.create_task(self.heavy.run(self.num_heavy))
-        up_s = await until(
-            lambda: replicas("RUNNING") == self.most, f"{self.num_heavy} more clients; {self.most} pipelines", self
-        )
-        if self.most < MOST:
-            give_up_at = time.monotonic() + BEYOND_S
-            await until(lambda: time.monotonic() > give_up_at, "one more is wanted, for which there is no room", self)
+        what = f"{self.num_heavy} more clients, until there are {self.max_pipelines} pipelines"
+        up_s = await wait_until(lambda: replicas("RUNNING") == self.max_pipelines, what, self)
+        if self.max_pipelines < MAX_PIPELINES:
+            end_at = time.monotonic() + UNMET_DEMAND_S
+            await wait_until(lambda: time.monotonic() > end_at, "one more pipeline requested, without capacity for it", self)
         self.heavy.is_over = True
         self.light.watch()
-        over_s = await until(running.done, "they ask for nothing more; what they have asked for has ended", self)
-        down_s = await until(_has_one_pipeline, "one pipeline", self)
+        over_s = await wait_until(running.done, "these clients stop; their last requests have ended", self)
+        down_s = await wait_until(_has_one_pipeline, "one pipeline", self)
         pause_s = round(max(self.light.pauses.values(), default=0.0), 2)
         return {"up_s": up_s, "over_s": over_s, "down_s": down_s, "worst_pause_s": pause_s}
 
 
 def _has_one_pipeline() -> bool:
-    return replicas("RUNNING") == 1 and len(leftovers()) == OF_A_PIPELINE
+    return replicas("RUNNING") == 1 and len(leftovers()) == NAMES_PER_PIPELINE
 
 
 async def scaling(url: str, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
     requests, streams = bodies(REQUESTS, rng), long_streams(rng)
-    console.print(f"{REQUESTS} requests and {LONG_STREAMS} long streams undisturbed ...")
+    console.print(f"{REQUESTS} requests and {LONG_STREAMS} long streams at constant load ...")
     heavy = Load(url, requests, await baseline_tokens(url, requests, args.light))
     light = Load(url, streams, await baseline_tokens(url, streams, args.light))
-    ask, rounds = ScalingLoad(light, heavy, args.heavy, MOST - args.scarce), []
-    await until(_has_one_pipeline, "one pipeline", ask)
+    scaling_load, rounds = ScalingLoad(light, heavy, args.heavy, MAX_PIPELINES - args.scarce), []
+    await wait_until(_has_one_pipeline, "one pipeline", scaling_load)
     running = asyncio.create_task(light.run(args.light))
     try:
         for _ in range(args.rounds):
-            rounds.append(await ask.one_round())
+            rounds.append(await scaling_load.one_round())
     finally:
         light.is_over = heavy.is_over = True
         await running
@@ -149,20 +149,19 @@ async def scaling(url: str, args: argparse.Namespace) -> dict[str, Any]:
         "failed": light.failed + heavy.failed,
         "different": light.different + heavy.different,
         "rounds": rounds,
-        "pipelines": ask.history.pipelines,
-        "left_with": ask.history.left_with,
+        "pipelines": scaling_load.history.pipelines,
+        "left_with": scaling_load.history.left_with,
     }
 
 
 def show(ledger: dict[str, Any]) -> None:
-    table = Table(
-        "round", "to the most", "until all had ended", "then to one", "worst pause of a long stream", title="scaling, in seconds"
-    )
+    columns = ("round", "to the maximum", "until all had ended", "then to one", "worst pause of a long stream")
+    table = Table(*columns, title="scaling, in seconds")
     for number, row in enumerate(ledger["rounds"], 1):
         table.add_row(str(number), *map(str, row.values()))
     console.print(table)
     console.print("pipelines: " + ", ".join(f"{number} after {at} s" for at, number in ledger["pipelines"]))
-    console.print(f"requests that pipelines had when they were told to go: {ledger['left_with']}")
+    console.print(f"requests of pipelines at their removal: {ledger['left_with']}")
     for title in ("failed", "different"):
         console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
     console.print(f"left behind: {ledger['left_behind'] or 'nothing'}")
@@ -180,9 +179,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    with local_ray_cluster(num_cpus=MOST - args.scarce), TemporaryDirectory() as folder:
+    with local_ray_cluster(num_cpus=MAX_PIPELINES - args.scarce), TemporaryDirectory() as folder:
         start_serve(args.port, args.port + 1)
-        settings = SETTINGS | (BY_TOKENS if args.by_tokens else BY_PLACES)
+        settings = SETTINGS | (BY_TOKENS if args.by_tokens else BY_SLOTS)
         serve.run(build(settings | jobs_in(folder)), name=APPLICATION, route_prefix="/")
         wait_until_ready(url)
         ledger = asyncio.run(scaling(url, args))

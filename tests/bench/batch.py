@@ -1,12 +1,12 @@
-"""Batch jobs: a million lines against an engine that only echoes, or a real server that is killed again and again.
+"""Benchmark of batch jobs: a million lines with an engine that echoes, or a real server that is killed repeatedly.
 
     python tests/bench/batch.py [--lines 1000000] [--database URL]
     python tests/bench/batch.py --kills 20 [--requests 5000] [--seed 0]
 
-The first says how many lines a second are accepted and finished, and how much memory that takes as it goes on, which must not
-grow with their number; then it goes through the list of jobs. The second
-runs ``tramontane serve`` with the demo model, kills (kill -9) the server, a stage or the Batch replica at random moments
-while lines are unfinished, and then wants every line exactly once, with the text that an undisturbed job has.
+The first form reports how many lines per second are accepted and finished, and the memory over time, which must not grow with
+the number of lines; then it pages through the list of jobs. The second form runs ``tramontane serve`` with the demo model and
+kills the server, a stage or the Batch replica with SIGKILL at random moments while lines are unfinished. It then requires every
+line exactly once, with the text of the same job without kills.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tramontane.router.batch.storage import JobStorage
 
 MIB = 2**20
 CONCURRENCY = 256
-LOOKS = 10  # at the memory, of each phase
+NUM_SAMPLES = 10  # of the memory, in each phase
 MAX_GROWTH_MIB = 64.0  # after the first tenth of a phase, however many lines come
 SMALL_JOBS, LIST_PAGE = 250, 100
 VICTIMS = ("the Batch replica", "a stage", "the server")
@@ -57,17 +57,17 @@ async def _echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Memory:
-    """Resident, of this process, as it goes on."""
+    """Samples of the resident memory of this process in MiB."""
 
     def __init__(self) -> None:
-        self.looks: list[float] = []
+        self.samples: list[float] = []
 
-    def look(self) -> None:
-        self.looks.append(round(psutil.Process().memory_info().rss / MIB, 1))
+    def sample(self) -> None:
+        self.samples.append(round(psutil.Process().memory_info().rss / MIB, 1))
 
     def check(self) -> None:
-        """It does not grow with the number of lines."""
-        assert max(self.looks[1:]) - self.looks[1] < MAX_GROWTH_MIB, self.looks
+        """Assert that memory does not grow with the number of lines."""
+        assert max(self.samples[1:]) - self.samples[1] < MAX_GROWTH_MIB, self.samples
 
 
 async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
@@ -78,8 +78,8 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     async def pieces() -> AsyncIterator[bytes]:
         for number in range(num_lines):
             yield _request(number, f"line {number}")
-            if number % (num_lines // LOOKS) == 0:
-                accepting.look()
+            if number % (num_lines // NUM_SAMPLES) == 0:
+                accepting.sample()
 
     began = time.perf_counter()
     job = await service.submit(pieces(), JobOptions())
@@ -87,21 +87,21 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     runner = BatchRunner(JobClaimStore(Database(database), settings.queue), JobStorage(settings.storage), _echo, CONCURRENCY)
     running = asyncio.create_task(runner.run())
     async for now in service.watch(job.job_id):
-        if now.num_done >= len(finishing.looks) * num_lines / LOOKS:
-            finishing.look()
+        if now.num_done >= len(finishing.samples) * num_lines / NUM_SAMPLES:
+            finishing.sample()
     finished = time.perf_counter()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     last: Job = await service.get(job.job_id)
     assert (last.state, last.num_done) == (JobState.COMPLETED, num_lines), last
-    num_told, told_wrong = 0, 0
+    num_results, num_wrong = 0, 0
     async for line in service.results(job.job_id):
-        told_wrong += line.line != num_told + 1 or json.loads(line.body)["choices"][0]["text"] != f"line {num_told}"
-        num_told += 1
-        if num_told % (num_lines // LOOKS) == 0:
-            reading.look()
+        num_wrong += line.line != num_results + 1 or json.loads(line.body)["choices"][0]["text"] != f"line {num_results}"
+        num_results += 1
+        if num_results % (num_lines // NUM_SAMPLES) == 0:
+            reading.sample()
     read = time.perf_counter()
-    assert (num_told, told_wrong) == (num_lines, 0)
+    assert (num_results, num_wrong) == (num_lines, 0)
     small = [(await service.submit(_one(number), JobOptions())).job_id for number in range(SMALL_JOBS)]
     assert await _listed(service) == [*reversed(small), job.job_id]
     for memory in (accepting, finishing, reading):
@@ -111,9 +111,9 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
         "accepted_per_s": round(num_lines / (accepted - began)),
         "finished_per_s": round(num_lines / (finished - accepted)),
         "read_per_s": round(num_lines / (read - finished)),
-        "mib_while_accepting": accepting.looks,
-        "mib_while_finishing": finishing.looks,
-        "mib_while_reading": reading.looks,
+        "mib_while_accepting": accepting.samples,
+        "mib_while_finishing": finishing.samples,
+        "mib_while_reading": reading.samples,
     }
 
 
@@ -122,7 +122,7 @@ async def _one(number: int) -> AsyncIterator[bytes]:
 
 
 async def _listed(service: BatchService) -> list[str]:
-    """All jobs, page by page."""
+    """Return the IDs of all jobs, read page by page."""
     found: list[str] = []
     while page := await service.list(LIST_PAGE, found[-1] if found else None):
         found += [job.job_id for job in page]
@@ -130,7 +130,7 @@ async def _listed(service: BatchService) -> list[str]:
 
 
 def _texts(url: str, job_id: str) -> dict[str, str]:
-    """By custom_id; raises if one comes twice or has an error."""
+    """Return the texts by custom_id. Raises AssertionError if one comes twice or has an error."""
     answers = httpx.get(f"{url}/v1/batches/{job_id}/results", timeout=600).text.splitlines()
     parsed = [json.loads(answer) for answer in answers]
     counts = Counter(answer["custom_id"] for answer in parsed)
@@ -146,23 +146,23 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
     kills: Counter[str] = Counter()
     with ExitStack() as stack:
         server = Server(folder, stack)
-        calm = server.submit(lines)
+        baseline = server.submit(lines)
         began = time.monotonic()
-        server.wait_for(calm, num_requests)
-        calm_s = time.monotonic() - began
+        server.wait_for(baseline, num_requests)
+        baseline_s = time.monotonic() - began
         job = server.submit(lines)
         for number in range(num_kills):
             done = server.num_done(job)
-            # somewhere between here and its even share of what is left, so that lines are unfinished at every kill
+            # between now and an even share of the remaining lines, so that lines are unfinished at every kill
             server.wait_for(job, done + max(1, int((num_requests - done) / (num_kills - number + 1) * rng.random())))
             victim = rng.choice(VICTIMS)
             done = server.num_done(job)
-            assert done < num_requests, "nothing was left to kill for"
+            assert done < num_requests, "all lines were finished before the last kill"
             console.print(f"kill {number + 1} of {num_kills}, with {done} of {num_requests} lines done: {victim}")
             server.kill(victim)
             kills[victim] += 1
         server.wait_for(job, num_requests)
-        expected, got = _texts(server.url, calm), _texts(server.url, job)
+        expected, got = _texts(server.url, baseline), _texts(server.url, job)
     assert expected.keys() == got.keys() == {f"r{number}" for number in range(num_requests)}
     different = [name for name in expected if expected[name] != got[name]]
     return {
@@ -171,15 +171,15 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
         "once": len(got),
         "different": len(different),
         "which": [(name, expected[name], got[name]) for name in different[:10]],
-        "undisturbed_s": round(calm_s, 1),
+        "undisturbed_s": round(baseline_s, 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--database", help="default: an SQLite file of its own")
-    parser.add_argument("--kills", type=int)
+    parser.add_argument("--database", help="URL of the job store (default: a temporary SQLite file)")
+    parser.add_argument("--kills", type=int, help="number of kills of a real server; without it the engine echoes")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Faults on purpose, one after the other, while streams run: what was lost, told twice or different, and how long streams paused.
+"""Fault injection while streams run: which tokens were lost, repeated or different, and how long streams paused.
 
     python tests/bench/chaos.py [--faults 200] [--seed 0] [--kinds "kill a stage,stop a stage"] [--clients 32] [--json]
 
-The demo model in float32 on two stages with its experts inside, or on two actors with ``--experts``, in a cluster of this
-machine. With ``--nodes`` each stage is on a raylet of its own, which can be killed too; with ``--hosts`` (as root) on a host
-of its own, whose link can be dropped. Every request is run once without faults first; under faults each must get the very same
-tokens. A fault comes when at least ``WANTED`` streams have unfinished tokens, and the next one when all of them go on; one of
-five comes at once, in the middle of the recovery, and its pauses are not counted.
+The demo model in float32 runs on two stages in a local cluster, with its experts in the stages or, with ``--experts``, on two
+expert actors. With ``--nodes`` each stage has its own raylet, which can be killed too; with ``--hosts`` (as root) each has its
+own host, whose link can be dropped. Every request is run once without faults first, and must return the same tokens under
+faults. A fault is injected when at least ``MIN_STREAMS`` streams are unfinished, and the next one when all of these have
+continued. One of five follows at once, during the recovery, and the pauses of the fault before it are not counted.
 """
 
 import argparse
@@ -43,12 +43,12 @@ from serve_cluster import URL, ingress_stats, leftovers, router_stats, running_a
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES, local_ray_cluster
 
-WANTED = 16  # streams with unfinished tokens, at each fault
+MIN_STREAMS = 16  # unfinished streams at each fault
 REQUESTS = 40
-AT_ONCE = 0.2  # of the faults do not wait for the one before
-ON_ITS_WAY_S = 1.0
+SHARE_AT_ONCE = 0.2  # of the faults that are followed at once by the next one
+IN_FLIGHT_S = 1.0  # pieces that arrive within this time after a fault may have been sent before it
 POLL_S = 0.02
-PATIENCE_S = 180.0  # until streams go on after a fault; then the run has failed
+TIMEOUT_S = 180.0  # for streams to continue after a fault; then the run has failed
 STEP_TIMEOUT_S = 2.0  # micro-batches of the demo model take milliseconds
 SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "step_timeout": STEP_TIMEOUT_S}
 console = Console(stderr=True, highlight=False)
@@ -67,8 +67,8 @@ def _running_cluster(args: argparse.Namespace) -> Iterator[Cluster | HostCluster
         return
     os.environ.update(SERVE_SETTINGS)
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)  # which only a main thread could arrange
-    for _ in range(4 if args.experts else 3):  # one more than is needed
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)  # an exit hook needs the main thread
+    for _ in range(4 if args.experts else 3):  # one spare node
         cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
     ray.init(address=cluster.address, log_to_driver=False)
     try:
@@ -80,7 +80,7 @@ def _running_cluster(args: argparse.Namespace) -> Iterator[Cluster | HostCluster
 
 
 async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a function without arguments
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > give_up_at:
             raise TimeoutError(what)
@@ -89,43 +89,43 @@ async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a functio
 
 @dataclass
 class FaultFigures:
-    """Of one kind of fault."""
+    """Seconds of one kind of fault."""
 
-    pauses: list[float] = field(default_factory=list)  # the longest of each stream that was on its way
-    seen_after: list[float] = field(default_factory=list)  # until the router knew, where it had to; or from a deadline on
+    pauses: list[float] = field(default_factory=list)  # the longest of each stream that was running
+    detected_after: list[float] = field(default_factory=list)  # until the router detected it; for a stop after the step timeout
 
 
-async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, FaultFigures]:
-    told: defaultdict[str, FaultFigures] = defaultdict(FaultFigures)
-    turns, rng = _turns(args, kinds), random.Random(args.seed + 1)
+async def _inject(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, FaultFigures]:
+    figures: defaultdict[str, FaultFigures] = defaultdict(FaultFigures)
+    schedule, rng = _schedule(args, kinds), random.Random(args.seed + 1)
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("faults", total=len(turns))
-        for number, kind in enumerate(turns):
+        bar = progress.add_task("faults", total=len(schedule))
+        for number, kind in enumerate(schedule):
             await asyncio.to_thread(faults.prepare)
-            await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run after {number} faults")
+            await _until(lambda: load.unfinished >= MIN_STREAMS, f"only {load.unfinished} streams run after {number} faults")
             load.watch()
             limit_s = await asyncio.to_thread(_step_limit_s) if kind == "stop a stage" else 0.0
-            struck_at = time.monotonic()
+            injected_at = time.monotonic()
             load.min_unfinished = min(load.min_unfinished, load.unfinished)
             await asyncio.to_thread({**faults.rare, **faults.kinds}[kind])
-            if rng.random() < AT_ONCE:
+            if rng.random() < SHARE_AT_ONCE:
                 continue
             watched = set(load.pauses)
-            await _until(lambda: _go_on(load, watched, struck_at), f"streams do not go on after {kind}")  # noqa: B023
+            await _until(lambda: _have_continued(load, watched, injected_at), f"streams do not continue after {kind}")  # noqa: B023
             now = time.monotonic()
-            told[kind].pauses += [load.pauses[client] for client in watched]
-            told[kind].seen_after += await asyncio.to_thread(_seen_after, struck_at, limit_s)
-            line = f"{kind}: {max(load.pauses.values()):.1f} s, {now - struck_at:.1f} s in all"
+            figures[kind].pauses += [load.pauses[client] for client in watched]
+            figures[kind].detected_after += await asyncio.to_thread(_detected_after, injected_at, limit_s)
+            line = f"{kind}: {max(load.pauses.values()):.1f} s, {now - injected_at:.1f} s in all"
             progress.update(bar, completed=number + 1, description=line)
             if not console.is_terminal:
-                console.print(f"{number + 1}/{len(turns)} {line}")
+                console.print(f"{number + 1}/{len(schedule)} {line}")
             if load.failed or load.different:
                 console.print(f"fault {number}, {kind}: {[*load.failed, *load.different][-1]}")
-    return dict(told)
+    return dict(figures)
 
 
 def _routers() -> list[dict[str, Any]]:
-    """None while they are being replaced."""
+    """Return the statistics of all routers; empty while they are being replaced."""
     try:
         return router_stats(stages=False)
     except (RayError, RayServeException):
@@ -133,28 +133,28 @@ def _routers() -> list[dict[str, Any]]:
 
 
 def _step_limit_s() -> float:
-    """After which what is stopped is seen."""
+    """Return the time after which a stopped stage is detected."""
     return max((stats["step_limit_s"] for stats in _routers()), default=0.0)
 
 
-def _seen_after(struck_at: float, limit_s: float) -> list[float]:
-    """By routers, on this machine: processes have one monotonic clock here."""
-    seen = [stats["last_recovery"]["seen_at"] for stats in _routers() if stats["last_recovery"]]
-    return [round(at - struck_at - limit_s, 3) for at in seen if at > struck_at]
+def _detected_after(injected_at: float, limit_s: float) -> list[float]:
+    """Return the seconds until routers detected the fault. All processes of a machine share one monotonic clock."""
+    detected = [stats["last_recovery"]["seen_at"] for stats in _routers() if stats["last_recovery"]]
+    return [round(at - injected_at - limit_s, 3) for at in detected if at > injected_at]
 
 
-def _go_on(load: Load, watched: set[int], struck_at: float) -> bool:
-    """Each has told something since, beside what was on its way already, or has ended."""
-    return all(load.last_piece_at.get(client, math.inf) > struck_at + ON_ITS_WAY_S for client in watched)
+def _have_continued(load: Load, watched: set[int], injected_at: float) -> bool:
+    """Return True if each stream has returned something new since the fault or has ended."""
+    return all(load.last_piece_at.get(client, math.inf) > injected_at + IN_FLIGHT_S for client in watched)
 
 
 def _state() -> dict[str, Any]:
-    """Of what must be at the end as it was at the beginning."""
+    """Return the resources that must be the same at the beginning and at the end."""
     return {
         "actors and groups": sorted(leftovers()),
         "pages held": [stats["pages_held"] for stats in router_stats()],
         "sequences": [stats["sequences"] + stats["waiting"] for stats in router_stats()],
-        "door's requests": ingress_stats()["requests"],
+        "ingress requests": ingress_stats()["requests"],
     }
 
 
@@ -171,11 +171,11 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
     running = asyncio.create_task(load.run(args.clients))
     began = time.monotonic()
     try:
-        told = await _inflicted(load, faults, kinds, args)
+        figures = await _inject(load, faults, kinds, args)
     finally:
         load.is_over = True
         await running
-    await _until(lambda: httpx.get(f"{URL}/health").status_code == httpx.codes.OK, "the server is not well again")
+    await _until(lambda: httpx.get(f"{URL}/health").status_code == httpx.codes.OK, "the server is not healthy again")
     return {
         "seconds": round(time.monotonic() - began, 1),
         "requests": load.num_done + len(load.failed),
@@ -186,29 +186,32 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
         "longest_request_s": round(load.longest_s, 1),
         "stores_filled": getattr(faults, "num_filled", 0),
         "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
-        "faults": {kind: {"count": Counter(_turns(args, kinds))[kind], **_figures(told[kind])} for kind in kinds if kind in told},
+        "faults": {
+            kind: {"count": Counter(_schedule(args, kinds))[kind], **_summary(figures[kind])} for kind in kinds if kind in figures
+        },
     }
 
 
-def _figures(told: FaultFigures) -> dict[str, Any]:
-    """Empty texts where nothing had to be seen."""
+def _summary(figures: FaultFigures) -> dict[str, Any]:
+    """Summarize one kind of fault; times of detection are empty if the router did not have to detect it."""
+    detected = figures.detected_after
     return {
-        "streams": len(told.pauses),
-        "median_pause_s": round(statistics.median(told.pauses), 2),
-        "worst_pause_s": round(max(told.pauses), 2),
-        "median_seen_s": round(statistics.median(told.seen_after), 2) if told.seen_after else "",
-        "worst_seen_s": round(max(told.seen_after), 2) if told.seen_after else "",
+        "streams": len(figures.pauses),
+        "median_pause_s": round(statistics.median(figures.pauses), 2),
+        "worst_pause_s": round(max(figures.pauses), 2),
+        "median_seen_s": round(statistics.median(detected), 2) if detected else "",
+        "worst_seen_s": round(max(detected), 2) if detected else "",
     }
 
 
-def _turns(args: argparse.Namespace, kinds: list[str]) -> list[str]:
-    """Every kind equally often, in random order."""
+def _schedule(args: argparse.Namespace, kinds: list[str]) -> list[str]:
+    """Return the faults in order: every kind equally often, shuffled."""
     rng = random.Random(args.seed)
     return [kind for _ in range(-(-args.faults // len(kinds))) for kind in rng.sample(kinds, len(kinds))][: args.faults]
 
 
 def _show(ledger: dict[str, Any]) -> None:
-    table = Table("fault", "times", "streams on their way", "median pause", "worst", "router knew after", "worst", title="chaos")
+    table = Table("fault", "times", "running streams", "median pause", "worst", "detected after", "worst", title="chaos")
     for kind, row in ledger["faults"].items():
         table.add_row(kind, *map(str, row.values()))
     console.print(table)
@@ -219,22 +222,25 @@ def _show(ledger: dict[str, Any]) -> None:
     console.print(f"longest request: {ledger['longest_request_s']} s")
     console.print(f"object stores filled: {ledger['stores_filled']}")
     console.print(f"left behind: {ledger['left'] or 'nothing'}")
-    for what in _not_done(ledger):
-        console.print(f"not shown: {what}")
+    for what in _missing(ledger):
+        console.print(f"the run does not count: {what}")
 
 
-def _not_done(ledger: dict[str, Any]) -> list[str]:
-    """What a run must not pass without."""
+def _missing(ledger: dict[str, Any]) -> list[str]:
+    """Return which of the conditions that a valid run needs were not met."""
     unfilled = any("object store" in kind for kind in ledger["faults"]) and not ledger["stores_filled"]
-    few = ledger["least_streams"] < WANTED
-    return [f"a fault came with fewer than {WANTED} unfinished streams"] * few + ["no object store was filled"] * unfilled
+    few = ledger["least_streams"] < MIN_STREAMS
+    return [f"a fault came with fewer than {MIN_STREAMS} unfinished streams"] * few + ["no object store was filled"] * unfilled
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="")
+    kinds = Faults(random.Random(0), 0)
+    text = f"comma-separated kinds of faults: {', '.join(kinds.kinds)} (default: all of these that the cluster permits), "
+    text += f"{', '.join(kinds.rare)}; with --hosts also: drop a link, drop a link for a moment"
+    parser.add_argument("--kinds", default="", help=text)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--nodes", action="store_true")
@@ -249,7 +255,7 @@ def main() -> None:
     _show(ledger)
     if args.json:
         print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"] or _not_done(ledger)))
+    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"] or _missing(ledger)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is read of the disk rather than of the system's cache, for the benchmarks of loading."""
+"""Checkpoints, the page cache and disk reads, for the benchmarks of loading."""
 
 import os
 from dataclasses import replace
@@ -10,19 +10,19 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 
 def write_model(folder: Path, num_layers: int, layout: Layout) -> None:
-    """Random weights of Mistral 7B's width: 2.1 GiB with four layers."""
+    """Write random weights of Mistral 7B's width: 2.1 GiB with four layers."""
     whole = preset("mistral-7b-v0.1")
     write_random_checkpoint(folder, replace(whole, n_layers=num_layers, windows=whole.windows[:num_layers]), layout)
 
 
 def read_from_disk() -> int:
-    """Bytes, by this process, so far; counts mapped pages as well."""
+    """Return the bytes that this process has read from the disk so far, including mapped pages."""
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return next(int(value) for name, value in lines if name == "read_bytes")
 
 
 def evict_page_cache(folder: Path) -> None:
-    """Out of the system's cache, if the system does as it is told."""
+    """Evict a checkpoint from the system's page cache. The system may ignore this request."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -30,7 +30,7 @@ def evict_page_cache(folder: Path) -> None:
 
 
 def warm_page_cache(folder: Path) -> None:
-    """Into the system's cache."""
+    """Read a checkpoint into the system's page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             while file.read(2**24):

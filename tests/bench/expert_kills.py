@@ -1,10 +1,10 @@
-"""What clients see of expert actors that are killed while their requests run.
+"""Benchmark of expert actors that are killed while requests run: failures, differences and pauses.
 
     python tests/bench/expert_kills.py [--kills 20] [--json]
 
-The demo model in float32: two stages, two expert actors, eight streams. Every combination of link and replicas: all prompts
-undisturbed, then the same while one expert actor after the other is killed (kill -9), each when the one before serves
-again. Greedy tokens must be the same; the longest time between two tokens of any stream is said for both.
+The demo model in float32: two stages, two expert actors, eight streams. For every combination of link and replicas all prompts
+run once without kills, then while one expert actor after the other is killed with SIGKILL, each when the one before serves
+again. Greedy tokens must be the same. The longest time between two tokens of any stream is reported for both.
 """
 
 import argparse
@@ -44,8 +44,8 @@ class Figures:
     link: Link
     replicas: int
     kills: int
-    requests: int  # that ran meanwhile; one that failed would end the benchmark
-    different: int  # of these, whose tokens were not those of the undisturbed run
+    requests: int  # that ran while actors were killed; a failed one would end the benchmark
+    different: int  # of these, with other tokens than without kills
     longest_pause_s: float
     undisturbed_pause_s: float
 
@@ -59,14 +59,14 @@ def measure(link: Link, replicas: int, kills: int) -> Figures:
     prompts = [[rng.randrange(3, args.vocab_size) for _ in range(rng.randint(4, 60))] for _ in range(PROMPTS)]
     with running_chain(spec) as chain, Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{link}, replicas {replicas}", total=kills)
-        calm = asyncio.run(kill_under_load(spec, chain, prompts, 0, SAMPLING, least=3 * PROMPTS))
-        expected = dict(calm.outputs)
-        survived = asyncio.run(
+        baseline = asyncio.run(kill_under_load(spec, chain, prompts, 0, SAMPLING, min_outputs=3 * PROMPTS))
+        expected = dict(baseline.outputs)
+        outcome = asyncio.run(
             kill_under_load(spec, chain, prompts, kills, SAMPLING, on_kill=lambda number: progress.update(task, completed=number))
         )
-    different = sum(output != expected[prompt] for prompt, output in survived.outputs)
-    pauses = survived.longest_pause_s, calm.longest_pause_s
-    return Figures(link, replicas, kills, len(survived.outputs), different, *pauses)
+    different = sum(output != expected[prompt] for prompt, output in outcome.outputs)
+    pauses = outcome.longest_pause_s, baseline.longest_pause_s
+    return Figures(link, replicas, kills, len(outcome.outputs), different, *pauses)
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     if options.json:
         print(json.dumps([asdict(each) for each in figures]))
         return
-    table = Table("link", "replicas", "kills", "requests", "failed", "different", "longest pause", "undisturbed")
+    table = Table("link", "replicas", "kills", "requests", "failed", "different", "longest pause", "without kills")
     for f in figures:
         pauses = f"{f.longest_pause_s:.2f} s", f"{f.undisturbed_pause_s:.2f} s"
         table.add_row(f.link, str(f.replicas), str(f.kills), str(f.requests), "0", str(f.different), *pauses)

@@ -1,11 +1,11 @@
-"""How long a GPU takes for the experts of one layer, row by row and as a grouped product.
+"""Benchmark of the experts of one layer on a GPU: the small-batch kernel against the grouped product.
 
     python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8 16 32 128 1024]
 
-Mixtral 8x7B's sizes, in bfloat16: up to how many rows the first is quicker is what ``grouped_gemm.MAX_SMALL_BATCH_ROWS``
-should be. Rows are dealt out to the experts by chance, several times, in a CUDA graph, so that no launch is waited for. The
-share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small
-sizes end soon.
+The defaults are Mixtral 8x7B's sizes, in bfloat16. ``grouped_gemm.MAX_SMALL_BATCH_ROWS`` should be the largest number of rows
+for which the small-batch kernel (row by row) is faster. Rows are assigned to experts at random, several times, in a CUDA graph,
+so that launches cost nothing. The share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy.
+With ``--cpu`` only small sizes finish quickly.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from torch import Tensor
 from tramontane.workers.device.probe import memory_bandwidth
 from tramontane.workers.model.grouped_gemm import StackedExperts, enable_small_batch_kernel
 
-DEALS, ROUNDS = 16, 5
+NUM_SAMPLES, ROUNDS = 16, 5
 Run = Callable[[], object]
 
 
 def main() -> None:
     options = _options()
     if not (torch.cuda.is_available() or options.cpu):
-        sys.exit("there is no GPU here; --cpu --dim 64 --hidden 96 tries the program")
+        sys.exit("no GPU is available; --cpu --dim 64 --hidden 96 tries the program on a CPU")
     device = "cpu" if options.cpu else "cuda"
     speed = memory_bandwidth(device, copied_bytes(device))
     plain = _stack(options.experts, options.dim, options.hidden, device)
@@ -42,9 +42,9 @@ def main() -> None:
     )
     with torch.inference_mode():
         for num_rows in options.rows:
-            ends = [_deal(num_rows, options.experts, seed, device) for seed in range(DEALS)]
+            ends = [_sample_groups(num_rows, options.experts, seed, device) for seed in range(NUM_SAMPLES)]
             rows_CD = torch.randn(num_rows, options.dim, device=device).to(plain.w13_E2FD.dtype)
-            touched = sum(len({*each.tolist()} - {0}) for each in ends) / DEALS  # groups that are empty end where others do
+            touched = sum(len({*each.tolist()} - {0}) for each in ends) / NUM_SAMPLES  # empty groups repeat the end before them
             wall_s = touched * (plain.w13_E2FD[0].nbytes + plain.w2_EDF[0].nbytes) / speed
             cells = _cells(plain.run, rows_CD, ends, wall_s)
             cells += _cells(stack.run_small_batch, rows_CD, ends, wall_s) if stack.has_small_batch_kernel else ["", ""]
@@ -70,8 +70,8 @@ def _stack(num_experts: int, dim: int, hidden: int, device: str) -> StackedExper
     return StackedExperts(w13_E2FD, w2_EDF)
 
 
-def _deal(num_rows: int, num_experts: int, seed: int, device: str) -> Tensor:
-    """Where the experts' groups end. A token's two choices are different: rows in pairs."""
+def _sample_groups(num_rows: int, num_experts: int, seed: int, device: str) -> Tensor:
+    """Return the end offsets of the experts' groups of rows. Rows come in pairs: a token chooses two different experts."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [torch.randperm(num_experts, generator=generator)[:2] for _ in range(-(-num_rows // 2))]
     sizes = torch.bincount(torch.cat(chosen)[:num_rows], minlength=num_experts)
@@ -84,8 +84,8 @@ def _cells(run: Callable[[Tensor, Tensor], Tensor], rows_CD: Tensor, ends: Seque
 
 
 def _seconds(run: Run, device: str) -> float:
-    """The quickest of some rounds."""
-    run = _recorded(run) if device == "cuda" else run
+    """Return the seconds of the fastest of some rounds."""
+    run = _capture(run) if device == "cuda" else run
     times = []
     for _ in range(ROUNDS):
         _wait(device)
@@ -96,12 +96,12 @@ def _seconds(run: Run, device: str) -> float:
     return min(times)
 
 
-def _recorded(run: Run) -> Run:
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+def _capture(run: Run) -> Run:
+    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         run()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -1,11 +1,12 @@
-"""What experts on actors of their own cost, and what ping-pong is worth where they are far away.
+"""Benchmark of expert actors against experts in the stages, and of ping-pong over a slow link.
 
     python tests/bench/experts.py [--prompts 64] [--rounds 3] [--delay-ms 5] [--json]
 
-A Mixtral of 214 M with random weights in float32, prompts of 128 tokens and answers of 64, all at once. First whole pipelines by
-``tramontane bench``: experts inside, with both cores, and on two actors over either link. Then one stage in this process and its
-two expert actors in processes of their own, whose every answer is held back: with one micro-batch open at a time (ping-pong off)
-and with several. In turns, so that a slow moment of the machine hits all; medians, and ratios within a round.
+A Mixtral of 214 M parameters with random weights in float32, with prompts of 128 tokens and answers of 64, all at once. First
+complete pipelines by ``tramontane bench``: experts in the stages, with both cores, and on two actors over either link. Then one
+stage in this process with two expert actors in their own processes, whose answers are delayed: with one open micro-batch
+(ping-pong off) and with several. Configurations alternate, so that a slow moment of the machine affects all; figures are
+medians, and ratios are within a round.
 """
 
 import argparse
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 INPUT_LEN, OUTPUT_LEN, BUDGET, ACTORS = 128, 64, 512, 2
-LEAST_OF_INSIDE, LEAST_OF_PING_PONG = 0.7, 1.5  # targets: two actors over the direct link; ping-pong on against off
+MIN_RATIO_ACTORS, MIN_RATIO_PING_PONG = 0.7, 1.5  # targets: two actors over the direct link; ping-pong on against off
 OPEN = (1, 2, 3, 4)  # micro-batches; 1 is off
 ARGS = ModelArgs(
     dim=512,
@@ -83,7 +84,7 @@ Speeds = dict[str, list[float]]  # tokens/s, by round
 
 
 def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
-    """Tokens per second, of prompts and answers."""
+    """Return the tokens per second of prompts and answers."""
     work = (
         f"--num-prompts {prompts} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1 --max-model-len 2048"
     )
@@ -94,16 +95,16 @@ def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
 
 
 def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: int) -> None:
-    """Says when it has loaded; then told where a stage's calls come from, says where its replies will."""
+    """Run an expert actor. Sends None when loaded; then receives addresses of calls and sends those of replies."""
     worker = ExpertWorker.load(plan, actor_id, RandomWeights())
-    door = ExpertServer(worker, plan, HOST, TcpChannelFactory(), num_threads=1)
+    server = ExpertServer(worker, plan, HOST, TcpChannelFactory(), num_threads=1)
     pipe.send(None)
     while True:
-        pipe.send(door.open(pipe.recv()))
+        pipe.send(server.open(pipe.recv()))
 
 
 class DelayedExpert:
-    """``ExpertConnection`` whose answers arrive so much later."""
+    """``ExpertConnection`` whose answers arrive ``delay_s`` later."""
 
     def __init__(self, inner: DirectExpertClient, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s
@@ -149,7 +150,7 @@ def expert_processes(plan: ExpertPlan) -> Iterator[list["Connection[Any, Any]"]]
 
 
 def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts: int, delay_s: float, max_open: int) -> float:
-    """New tokens per second; a first round teaches the policy and is not counted."""
+    """Return the new tokens per second. A first round, which trains the policy's cost model, is not counted."""
 
     def introduce(actor_id: int, calls: Address) -> Address:
         pipes[actor_id].send(calls)
@@ -229,8 +230,8 @@ def main() -> None:
     for max_open, speeds in delayed.items():
         late.add_row(max_open, f"{statistics.median(speeds):.0f}", f"{_ratio(delayed, max_open, '1'):.2f}")
     out = Console(highlight=False)
-    out.print(table, f"target: {LEAST_OF_INSIDE} for two actors over the direct link")
-    out.print(late, f"answers {options.delay_ms:g} ms later; target: {LEAST_OF_PING_PONG}")
+    out.print(table, f"target: {MIN_RATIO_ACTORS} for two actors over the direct link")
+    out.print(late, f"answers {options.delay_ms:g} ms later; target: {MIN_RATIO_PING_PONG}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Is the GPU right, and how near to its memory wall: every check, then every figure, in one table.
+"""Checks of a GPU's results against the CPU, then its speed as shares of the memory wall, in one table.
 
     python tests/bench/gpu.py [--only checks,mistral,...] [--device cuda] [--small] [--json FILE]
 
-Weights are random, made in place at the real geometry: no disk. One process and no Ray, but for the row of stages that share
-the GPU, which needs Ray. What cannot be run here is a row that says why. ``--small --device cpu`` tries the program itself.
-Where a command may take ten minutes, run groups apart: checks; mistral,rolling; mixtral; transformers,mistral-inference; stages.
-Checks run first; the figures of a GPU that fails one are of no use. The process ends with 1 if a check fails.
+Weights are random, generated in place at the real geometry, without a disk. One process without Ray, except for the rows of
+stages that share the GPU. A row that is not available on this machine gives the reason. ``--small --device cpu`` tries the
+program itself. If a command may only take ten minutes, run the groups one by one: checks; mistral,rolling; mixtral;
+transformers,mistral-inference; stages. Checks run first, because figures of a GPU that fails one are worthless. The exit status
+is 1 if a check fails.
 """
 
 import argparse
@@ -48,7 +49,7 @@ FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``holds``: None where there is nothing to hold."""
+    """One line of the table. ``holds`` is None if the row has no target."""
 
     name: str
     figure: str
@@ -61,7 +62,7 @@ def main() -> int:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")  # which kernels were chosen
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --small --device cpu tries the program", file=sys.stderr)
+        print("no GPU is available; --small --device cpu tries the program on a CPU", file=sys.stderr)
         return 2
     size, console = Size(options.device, options.small), Console(stderr=True)
     rows, failed = [], False
@@ -70,28 +71,29 @@ def main() -> int:
         rows.append(row)
         failed |= row.wanted.startswith("<") and row.holds is not True
         if options.json:
-            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))  # as it grows: the run may be cut off
+            # After every row, because the run may be interrupted.
+            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     Console(width=180).print(_table(rows, _where(size)))
     return 1 if failed else 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ["checks", *CHECKS, *FIGURES]  # "checks" are all of them
-    parser.add_argument("--only", type=lambda text: text.split(","), default=known, help=f"of {', '.join(known)}")
+    known = ["checks", *CHECKS, *FIGURES]  # "checks" stands for all checks
+    parser.add_argument("--only", type=lambda text: text.split(","), default=known, help=f"groups out of {', '.join(known)}")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.only) - set(known):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
+        parser.error(f"--only {', '.join(sorted(unknown))} is unknown; the groups are {', '.join(known)}")
     return options
 
 
 def _rows(size: Size, only: list[str]) -> Iterator[Row]:
     for name, check in CHECKS.items():
         if name in only or "checks" in only:
-            yield from _tried(name, lambda check=check: map(_of_check, check(size)))  # type: ignore[misc]
+            yield from _run_group(name, lambda check=check: map(_check_row, check(size)))  # type: ignore[misc]
     if not any(name in only for name in FIGURES):
         return
     wall = walls(size)
@@ -99,11 +101,11 @@ def _rows(size: Size, only: list[str]) -> Iterator[Row]:
     yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "", None, "of bfloat16, 8192 x 8192 x 8192, random numbers")
     for name, figures in FIGURES.items():
         if name in only:
-            yield from _tried(name, lambda figures=figures: map(_of_figure, figures(size, wall)))  # type: ignore[misc]
+            yield from _run_group(name, lambda figures=figures: map(_figure_row, figures(size, wall)))  # type: ignore[misc]
 
 
-def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """One group that fails must not cost the others."""
+def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Run one group. An exception becomes a row, so that the other groups still run."""
     began = time.perf_counter()
     try:
         yield from rows()
@@ -118,11 +120,11 @@ def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     logging.getLogger(__name__).info("%s took %.0f s", name, time.perf_counter() - began)
 
 
-def _of_check(check: Check) -> Row:
+def _check_row(check: Check) -> Row:
     return Row(check.name, f"{check.figure:.2g}", f"< {check.limit:g}", check.holds, check.detail)
 
 
-def _of_figure(figure: Figure) -> Row:
+def _figure_row(figure: Figure) -> Row:
     is_ratio = figure.of == "1"
     shown = f"{figure.share:.2f}" if is_ratio else f"{figure.share:.0%} of the {figure.of}"
     wanted = "" if figure.target is None else f"at least {figure.target:.2f}" if is_ratio else f"at least {figure.target:.0%}"
@@ -138,7 +140,8 @@ def _table(rows: list[Row], title: str) -> Table:
 
 def _where(size: Size) -> str:
     name = torch.cuda.get_device_name() if size.device == "cuda" else "CPU"
-    return f"{name}, torch {torch.__version__}{', shrunk models: what it shows are no figures of these' if size.small else ''}"
+    note = ", small models: these figures do not describe the real ones" if size.small else ""
+    return f"{name}, torch {torch.__version__}{note}"
 
 
 if __name__ == "__main__":

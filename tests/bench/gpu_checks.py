@@ -1,4 +1,4 @@
-"""Does the GPU compute what the CPU does: rows of gpu.py that pass or fail."""
+"""Checks that the GPU computes what the CPU does: rows of gpu.py that pass or fail."""
 
 import math
 import re
@@ -26,7 +26,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZES = (16, 64)
-TRIED_PARTS = re.compile("(its own|1) parts, 1 |4 parts, 3 ")  # of split-K: each takes seconds to compile
+TRIED_PARTS = re.compile("(its own|1) parts, 1 |4 parts, 3 ")  # a choice of split-K kernels: each takes seconds to compile
 # (start, tokens) of chunks: first and later ones, shorter and longer than the windows
 CHUNKS = [(0, 700), (90, 2), (3000, 250), (4100, 33)]
 BATCHES = (1, 3, 8, 9, 16, 17)
@@ -35,7 +35,7 @@ POSITIONS = [0, 1, 15, 16, 63, 1000, 4095, 4096, 5001]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``figure``: what was seen. It holds below ``limit``."""
+    """A check, which holds if ``figure`` is below ``limit``."""
 
     name: str
     figure: float
@@ -44,7 +44,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        return self.figure < self.limit  # also false for a number that is none
+        return self.figure < self.limit  # also false for NaN
 
 
 def relative(out: Tensor, expected: Tensor) -> float:
@@ -52,10 +52,10 @@ def relative(out: Tensor, expected: Tensor) -> float:
 
 
 def logits_check(device: str, small: bool) -> Iterator[Check]:
-    """Logits of prompts and of decodes after them: in the checkpoint's 16 bits on the device, in float32 on the CPU.
+    """Compare logits of prompts and decodes: in the checkpoint's 16 bits on the device, in float32 on the CPU.
 
-    Where two experts' scores are nearly the same a gate may choose the other one, and that row's logits are others: of experts
-    most rows count, and how many part is told apart.
+    If two experts' scores are nearly equal, a gate may choose the other one, and that row's logits are different. Models with
+    experts are therefore checked by the median row, and the share of rows that differ is a separate check.
     """
     dense = _four_layers(small)
     sparse = replace(dense, moe=MoeArgs(8, 2), hidden_dim=dense.hidden_dim // 4)
@@ -76,39 +76,40 @@ def _four_layers(small: bool) -> ModelArgs:
 
 
 def _logits(args: ModelArgs, device: str, dtype: str) -> tuple[Tensor, Tensor]:
-    """Of sixteen prompts of 50 tokens, and of the last of 20 decodes after them that do not depend on what was sampled."""
+    """Return logits of sixteen prompts of 50 tokens, and of the last of 20 decodes with tokens independent of sampling."""
     with running(args, device, max_num_seqs=16, max_len=256, dtype=dtype) as runner:
-        if device != "cpu":  # whose random numbers are others
+        if device != "cpu":  # devices have different random numbers
             with running(args, "cpu", max_num_seqs=1, max_len=256, dtype=dtype) as same:
                 for name, tensor in same.worker.model.state_dict().items():
                     runner.worker.model.state_dict()[name].copy_(tensor)
         runner.prefill(16, 50, 1024)
-        with seen_logits(runner) as seen:
+        with recorded_logits(runner) as logits:
             runner.prefill(16, 50, 1024)
             for step in range(20):
-                runner.last = {life.seq_id: (7 * step + 11 * life.seq_id) % args.vocab_size for life in runner.lives}
+                runner.last = {each.seq_id: (7 * step + 11 * each.seq_id) % args.vocab_size for each in runner.sequences}
                 runner.decode(1)
-        return seen[0], seen[-1]
+        return logits[0], logits[-1]
 
 
 @contextmanager
-def seen_logits(runner: Runner) -> Iterator[list[Tensor]]:
-    """Of every step that samples, on the CPU."""
-    worker, seen = runner.worker, []
+def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
+    """Record the logits of every step that samples, on the CPU."""
+    worker, recorded = runner.worker, []
     sample = worker._sample
 
-    def keep(logits_SV: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
-        seen.append(logits_SV.float().cpu())
+    def record(logits_SV: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
+        recorded.append(logits_SV.float().cpu())
         return sample(logits_SV, *rest)
 
-    worker._sample = keep  # type: ignore[method-assign]
-    yield seen
-    del worker._sample  # the class's own again
+    worker._sample = record  # type: ignore[method-assign]
+    yield recorded
+    del worker._sample  # restores the class's method
 
 
 def mask_checks(device: str) -> Iterator[Check]:
-    """Kernels over every window and page size, against the plain reference on fresh random numbers: the worst of those that there
-    are on this machine. That there is none is a failure.
+    """Compare the attention kernels with the reference for every window and page size, on new random numbers.
+
+    The worst kernel of this machine counts. It is a failure if there is none.
     """
     from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
 
@@ -125,10 +126,10 @@ def mask_checks(device: str) -> Iterator[Check]:
 
 
 def _tried(difference: Callable[[], float]) -> float | str:
-    """Or why it cannot be had."""
+    """Return the difference, or the reason why the kernel is not available."""
     try:
         return difference()
-    except (NotImplementedError, ValueError, ImportError) as error:  # as xformers refuses
+    except (NotImplementedError, ValueError, ImportError) as error:  # raised by xformers for unsupported inputs
         return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:60]
     except Exception as error:
         print(error, file=sys.stderr)
@@ -136,7 +137,7 @@ def _tried(difference: Callable[[], float]) -> float | str:
 
 
 def _badness(figure: float) -> float:
-    """To find the worst by: a number that is none is worse than all, and ``max`` would pass over it."""
+    """Return the key by which the worst figure is found: NaN is the worst, but ``max`` would ignore it."""
     return math.inf if math.isnan(figure) else figure
 
 
@@ -180,7 +181,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
 def _indexes(
     chunks: list[tuple[int, int]], window: int | None, page_size: int, device: str
 ) -> tuple[PrefillMetadata | None, DecodeMetadata | None]:
-    """What a stage builds for these chunks, each of a sequence of its own, whose pages lie in no order."""
+    """Return what a stage builds for these chunks, each of a different sequence, with pages in random order."""
     ring = ring_pages(window, page_size, 8192)
     table = SequenceTable(
         CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),)), len(chunks), torch.device(device)
@@ -199,39 +200,40 @@ def _indexes(
 
 
 def replay_check(device: str, small: bool) -> Iterator[Check]:
-    """Logits of recorded steps against those of computed ones, of tokens that depend on neither: worst of several sizes."""
+    """Compare logits of CUDA graphs with those of eager steps, for fixed tokens: the worst of several batch sizes."""
     with running(_four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
         backend, worst = runner.worker.backend, 0.0
         for batch in BATCHES:
-            recorded = _forced(runner, batch)
+            replayed = _forced(runner, batch)
             graphs, runner.worker.graphs = runner.worker.graphs, None
-            differences = (relative(a, b) for a, b in zip(recorded, _forced(runner, batch), strict=True))
+            differences = (relative(a, b) for a, b in zip(replayed, _forced(runner, batch), strict=True))
             worst = max(worst, *differences, key=_badness)
             runner.worker.graphs = graphs
-        yield Check("recorded steps: logits of them against computed ones, at worst", worst, MAX_DIFFERENCE)
+        yield Check("CUDA graphs: logits against eager steps, at worst", worst, MAX_DIFFERENCE)
         if backend.graph_capture is not None:
-            recorded_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
-            missing = {next_power_of_two(batch) for batch in BATCHES} - recorded_sizes
-            yield Check("recorded steps: sizes that could not be recorded", float(len(missing)), 1.0)
+            captured_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
+            missing = {next_power_of_two(batch) for batch in BATCHES} - captured_sizes
+            yield Check("CUDA graphs: sizes that could not be captured", float(len(missing)), 1.0)
 
 
 def _forced(runner: Runner, batch: int) -> list[Tensor]:
     runner.prefill(batch, 100, 1024)
-    with seen_logits(runner) as seen:
+    with recorded_logits(runner) as logits:
         for step in range(12):
-            runner.last = {life.seq_id: (5 * step + 3 * life.seq_id) % runner.plan.args.vocab_size for life in runner.lives}
+            vocab_size = runner.plan.args.vocab_size
+            runner.last = {each.seq_id: (5 * step + 3 * each.seq_id) % vocab_size for each in runner.sequences}
             runner.decode(1)
-    return seen
+    return logits
 
 
 def sanitizer_check() -> Iterator[Check]:
-    """Errors that compute-sanitizer finds in a shrunk model, its masks and its recorded steps."""
+    """Count the errors that compute-sanitizer finds in a small model, its masks and its CUDA graphs."""
     if shutil.which("compute-sanitizer") is None:
-        raise UnavailableError("compute-sanitizer is not installed here")
+        raise UnavailableError("compute-sanitizer is not installed")
     program = [sys.executable, str(Path(__file__).with_name("gpu.py")), "--small", "--only", "masks,replay"]
     done = subprocess.run(["compute-sanitizer", *program], capture_output=True, text=True, check=False, timeout=400)
-    if (said := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:
+    if (summary := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:
         raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])
-    yield Check("compute-sanitizer: errors of masks and recorded steps", float(said[1]), 1.0)
+    yield Check("compute-sanitizer: errors of masks and CUDA graphs", float(summary[1]), 1.0)
     if done.returncode:
-        raise RuntimeError(f"{Path(program[1]).name} ended with {done.returncode} under compute-sanitizer")
+        raise RuntimeError(f"{Path(program[1]).name} exited with status {done.returncode} under compute-sanitizer")

@@ -1,4 +1,4 @@
-"""Other systems with the same geometry and random weights, in the same run."""
+"""Other systems with the same geometry and random weights, in the same run: rows of gpu.py."""
 
 import statistics
 import time
@@ -14,16 +14,16 @@ TARGETS = {1: 1.5, 32: 3.0}
 
 
 def against_transformers(size: Size, _wall: Walls) -> Iterator[Figure]:
-    """Its ``generate``, greedy, one batch of equal lengths: the time from prompts to the last token."""
+    """Compare with transformers' ``generate``, greedy, one batch of equal lengths: from the prompts to the last token."""
     if find_spec("transformers") is None:
-        raise UnavailableError("transformers is not installed here")
+        raise UnavailableError("transformers is not installed")
     yield from _against("transformers", size, _transformers_seconds(size))
 
 
 def against_mistral_inference(size: Size, _wall: Walls) -> Iterator[Figure]:
-    """Mistral's own program: its Transformer and ``generate``."""
+    """Compare with the Transformer and ``generate`` of Mistral's own program."""
     if find_spec("mistral_inference") is None:
-        raise UnavailableError("mistral_inference is not installed here")
+        raise UnavailableError("mistral_inference is not installed")
     yield from _against("mistral-inference", size, _mistral_inference_seconds(size))
 
 
@@ -92,7 +92,7 @@ def _mistral_inference_seconds(size: Size) -> dict[int, float]:
 
 
 def _seconds_of(generate: Callable[[int], None], device: str) -> dict[int, float]:
-    """The median of three times, after one that warms up: as ours."""
+    """Return the median of three times after one that warms up, as for Tramontane, by batch size."""
     medians = {}
     for batch in TARGETS:
         seconds = []

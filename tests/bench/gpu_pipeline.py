@@ -1,4 +1,4 @@
-"""Stages that share one GPU, over Ray and either link: ``tramontane bench`` as people run it."""
+"""Stages that share one GPU, over Ray and either link, by ``tramontane bench``: rows of gpu.py."""
 
 import json
 import subprocess
@@ -18,9 +18,9 @@ BENCH = "from tramontane.cluster.cli.__main__ import main; main()"
 
 
 def stages_on_one_gpu(size: Size, _wall: Walls) -> Iterator[Figure]:
-    """Tokens a second of four stages on the one GPU over those of one stage, 64 requests at once."""
+    """Compare the tokens per second of four stages on one GPU with those of one stage, with 64 requests at once."""
     if find_spec("ray") is None:
-        raise UnavailableError("Ray is not installed here")
+        raise UnavailableError("Ray is not installed")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(size.model(MISTRAL_7B))))
         release_memory(size.device)

@@ -1,4 +1,4 @@
-"""How fast a GPU goes, as shares of what its memory and its products allow: rows of gpu.py with a figure."""
+"""Speed of a GPU as shares of what its memory and its matrix products allow: rows of gpu.py with a figure."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ PREFILL_BUDGET = 4096  # tokens in a micro-batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is run. ``--small`` shrinks it to what a CPU can try."""
+    """The device, and whether models are shrunk (``--small``) so that a CPU can run them."""
 
     device: str
     small: bool
@@ -33,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured row: ``share`` of ``of``, or a plain ratio; ``target`` is the least that is aimed at."""
+    """A measured row: ``share`` of ``of``, or a plain ratio if that is "1". ``target`` is the minimum aimed at."""
 
     name: str
     share: float
@@ -48,7 +48,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Measured first, in the same run: bytes a second that a copy reads and writes, and what products do."""
+    """Limits measured first, in the same run: bytes per second of a copy (read and written), FLOP/s of matrix products."""
 
     bytes_per_s: float
     flops: float
@@ -62,8 +62,10 @@ def walls(size: Size) -> Walls:
 
 
 def copied_bytes(device: str, small: bool = False) -> int:
-    """So many that what the host adds to a copy does not show: at 4.3 TB/s, read and written, 2**28 take 125 us, 2**32 2 ms.
-    Fewer where there is no room for two pieces of them: with 6 GiB left 2**31.
+    """Return how many bytes to copy so that the host's overhead is negligible.
+
+    At 4.3 TB/s, read and written, 2**28 bytes take 125 us and 2**32 take 2 ms. Fewer if two buffers do not fit: with 6 GiB free
+    2**31.
     """
     if small or device == "cpu":
         return 2**26
@@ -72,7 +74,7 @@ def copied_bytes(device: str, small: bool = False) -> int:
 
 
 def _seconds(compute: Callable[[], object], device: str, rounds: int = 10, clock: Clock = time.perf_counter) -> float:
-    """The median of some rounds, each waited for as a step is, after three that count for nothing."""
+    """Return the median seconds of some rounds, each synchronized as a step is, after three that warm up."""
     times = []
     for _ in range(3 + rounds):
         _wait_for(device)
@@ -89,7 +91,7 @@ def _wait_for(device: str) -> None:
 
 
 def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
-    """Mistral 7B, context 1k, and the prefill that leads to it."""
+    """Measure decodes of Mistral 7B with a context of 1k, and its prefill."""
     with running(size.model(MISTRAL_7B), size.device, max_num_seqs=64, max_len=size.tokens(2304)) as runner:
         for batch, target in ((1, 0.75), (16, 0.75), (64, 0.65)):
             runner.prefill(batch, size.tokens(1024), PREFILL_BUDGET)
@@ -98,7 +100,7 @@ def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) -> Figure:
-    """Of experts those count that the timed steps touched, of keys those that the middle one of them reads."""
+    """Measure decodes against the bytes that the timed steps read: weights, experts in use, and the middle step's keys."""
     runner.decode(WARM_STEPS)
     live_before = runner.live_bytes()
     times, touched = [], []
@@ -110,7 +112,7 @@ def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) ->
     experts = statistics.mean(touched) if runner.plan.args.moe else None
     live = (live_before + runner.live_bytes()) / 2
     needed_s = (weight_bytes_read(runner, experts) + live) / wall.bytes_per_s
-    detail = _told(steps, len(runner.lives)) + (f"; {experts:.1f} experts a layer" if experts else "")
+    detail = _describe(steps, len(runner.sequences)) + (f"; {experts:.1f} experts a layer" if experts else "")
     return Figure(name, needed_s / statistics.median(steps.whole), "memory wall", target, detail)
 
 
@@ -119,11 +121,11 @@ def _expert_tokens(runner: Runner) -> dict[int, list[int]]:
 
 
 def _touched(before: dict[int, list[int]], after: dict[int, list[int]]) -> float:
-    """Experts that were given any token between, on average over layers; of one step."""
+    """Return the number of experts that got any token in the step between, as a mean over layers."""
     return statistics.mean(sum(n > m for n, m in zip(after[i], before[i], strict=True)) for i in before) if before else 0.0
 
 
-def _told(times: StepTimes, batch: int) -> str:
+def _describe(times: StepTimes, batch: int) -> str:
     whole, device = statistics.median(times.whole), statistics.median(times.device)
     return f"{whole * 1e3:.2f} ms a step, {device * 1e3:.2f} of it on the device; {batch / whole:.0f} tokens/s"
 
@@ -140,7 +142,7 @@ def _prefill_row(size: Size, runner: Runner, wall: Walls) -> Figure:
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Of queries and keys in one layer. 5 tokens, W = 3: 1 + 2 + 3 + 3 + 3 = 12."""
+    """Count the pairs of queries and visible keys in one layer. 5 tokens, W = 3: 1 + 2 + 3 + 3 + 3 = 12."""
     seen = min(window or length, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
@@ -153,7 +155,7 @@ def mixtral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def rolling(size: Size, _wall: Walls) -> Iterator[Figure]:
-    """A decode step at 32k tokens against one at 4k: with a window of 4096 they read the same."""
+    """Compare a decode step at 32k tokens with one at 4k: with a window of 4096 both read the same bytes."""
     times = {}
     with running(size.model(MISTRAL_7B), size.device, max_num_seqs=8, max_len=size.tokens(32_768)) as runner:
         for length in (size.tokens(4096 + 512), size.tokens(32_768 - 512)):
@@ -166,7 +168,7 @@ def rolling(size: Size, _wall: Walls) -> Iterator[Figure]:
 
 
 def quantized(size: Size, wall: Walls) -> Iterator[Figure]:
-    """What narrower weights bring at batch 1 and 64."""
+    """Measure quantized weights at batch 1 and 64."""
     for quantize in Quantization:
         args = size.model(MISTRAL_7B)
         with running(args, size.device, max_num_seqs=64, max_len=size.tokens(1280), quantize=quantize) as runner:
@@ -176,7 +178,7 @@ def quantized(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def page_sizes(size: Size, wall: Walls) -> Iterator[Figure]:
-    """What a kernel reads at a time divides a page."""
+    """Measure page sizes; a kernel's block of keys has to divide the page."""
     for page_size in (16, 32, 64, 128):
         args = size.model(replace(MISTRAL_7B, n_layers=8, windows=(4096,) * 8))
         with running(args, size.device, max_num_seqs=64, max_len=size.tokens(2304), page_size=page_size) as runner:

@@ -1,22 +1,24 @@
-"""Whether a journal of stage inputs would shorten the pause after a stage has died.
+"""Benchmark of a journal of stage inputs: whether it would shorten the pause after a stage has died.
 
     python tests/bench/journal.py [--stages 8] [--rounds 3] [--json]
 
-Today all stages compute prompts and answers so far again, pipelined. With a journal the stage before the lost one would have
-kept its outputs in host memory, and only the new stage would compute, from them; the others would keep their caches. No such
-thing is in the product: here the computations alone are compared, from the moment at which the new stage has its weights.
+Without a journal all stages recompute prompts and partial answers, pipelined. With a journal the stage before the lost one
+would have kept its outputs in host memory, and only the new stage would recompute from them; the others would keep their
+caches. The product has no journal: this program compares only the computations, from the moment when the new stage has its
+weights.
 
-* Modelled: the real scheduler and policy (which has learned its costs) replay all live sequences on a modelled pipeline; for
-  the journal prompts cost the lost stage alone. Hidden states take the link in both. All that a journal costs while nothing
-  fails, and all that it takes to bring stages that are ahead back in line, is left out: the journal looks better than it is.
-* Real: four stages of the demo model in this process, one thread each; the inputs of the third are recorded. Threads of four
-  stages share this machine's cores, which flatters the journal, so the pipelined estimate counts: each micro-batch's measured
-  times put together as if every stage had a core of its own.
+* Modelled: the real scheduler and policy (with a trained cost model) replay all live sequences on a modelled pipeline; with the
+  journal only the lost stage computes prompts. Hidden states cross the link in both cases. The cost of the journal in normal
+  operation and the synchronization of stages that are ahead are left out, so the journal looks better than it would be.
+* Real: four stages of the demo model in this process, one thread each; the inputs of the third are recorded. The threads of
+  four stages share this machine's cores, which favours the journal. Therefore the pipelined estimate counts: the measured times
+  of each micro-batch, combined as if every stage had its own core.
 
-Where layers have windows, a journal needs only what the windows of a stage's layers reach (``reach``); the replay computes all.
+If layers have windows, a journal needs only the positions that the windows of a stage's layers reach (``reach``); the replay
+computes all of them.
 
-Criterion, written before anything was measured. A journal is worth its code if the pause of the median stream, process start and
-weights included, is at least 1.3 times as long without it:
+The criterion, written before the first measurement: a journal is worth its code if the pause of the median stream, including
+process start and loading of weights, is at least 1.3 times as long without it:
 
 1. modelled, in the median of the cases of each model, and
 2. on four real stages, by the pipelined estimate, for the demo model as it is and without its window of 64 tokens (no published
@@ -42,7 +44,7 @@ from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, simulate
 
-WANTED = 1.3
+MIN_GAIN = 1.3
 BUDGET, PAGE_SIZE, NEW_TOKENS = 1024, 16, 32
 HOP_S = 5e-4  # a micro-batch of 1024 tokens of 8 KiB over 25 GB/s, and 0.2 ms
 GPU_START_S, READ_PER_S = 4.0, 3e9  # a process with torch and CUDA; bytes of weights
@@ -53,20 +55,20 @@ Seconds = Callable[[BatchWork], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``start_s``: of a new process until it has its weights. ``reach``: positions that a stage's caches follow from."""
+    """``start_s``: until a new process has its weights. ``reach``: positions that determine a stage's caches."""
 
     name: str
     seconds: Seconds
     start_s: float
     window: int | None
     reach: int
-    journal_bytes: int  # per token and edge
+    journal_bytes: int  # per token and channel
     lengths: tuple[int, ...] = LENGTHS
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Seconds from the new stage's readiness to the next token: of the median stream, and of the last one."""
+    """Seconds from when the new stage is ready until the next token: of the median stream, and of the last one."""
 
     model: str
     live: int
@@ -76,11 +78,11 @@ class Case:
     journal_s: float
     replay_last_s: float
     journal_last_s: float
-    journal_gib: float  # of one edge
+    journal_gib: float  # of one channel
 
     @property
     def gain(self) -> float:
-        """Of the median stream."""
+        """Ratio of the median stream's pauses without and with a journal."""
         return (self.start_s + self.replay_s) / (self.start_s + self.journal_s)
 
     @property
@@ -96,7 +98,7 @@ def modelled(num_stages: int, demo: dict[str, Costs], demo_start_s: float) -> It
 
 
 def _models(num_stages: int, demo: dict[str, Costs], demo_start_s: float) -> list[Model]:
-    """The 7B of ``tramontane simulate`` over large GPUs, Mixtral over small ones, and the demo on cores like this machine's."""
+    """Return the 7B of ``tramontane simulate`` on large GPUs, Mixtral on small ones, and the demo on this machine's cores."""
     layers = -(-32 // num_stages)
     return [
         Model(
@@ -117,8 +119,10 @@ def _gpu_start_s(weight_bytes: float) -> float:
 
 
 def _mixtral(num_stages: int) -> Seconds:
-    """On GPUs that do 60 TFLOP/s and read 600 GB/s, over eight stages: 52 us a token (12.6e9 parameters twice), 19 ms for the
-    weights, and of each key 4 * 32 * 128 operations a layer, or 4 KiB for a decode.
+    """Return the cost of Mixtral 8x7B on GPUs with 60 TFLOP/s and 600 GB/s.
+
+    Over eight stages: 52 us per token (12.6e9 parameters, two operations each), 19 ms for the weights, and for each key
+    4 * 32 * 128 operations per layer, or 4 KiB for a decode.
     """
 
     def seconds(work: BatchWork) -> list[float]:
@@ -130,7 +134,7 @@ def _mixtral(num_stages: int) -> Seconds:
 
 
 def _case(model: Model, num_stages: int, live: int, tokens: int) -> Case:
-    """Lengths from half to one and a half."""
+    """Compute one case, with lengths from half to one and a half times ``tokens``."""
     rng = random.Random(0)
     lengths = [round(tokens * rng.uniform(0.5, 1.5)) for _ in range(live)]
     kept = [min(n, model.reach) for n in lengths]
@@ -142,18 +146,18 @@ def _case(model: Model, num_stages: int, live: int, tokens: int) -> Case:
 
 
 def _alone(lost: int, seconds: Seconds) -> Seconds:
-    """Only this stage computes prompts; for decodes all work."""
+    """Return costs with which only the lost stage computes prompts, while all stages compute decodes."""
 
-    def of_all(work: BatchWork) -> list[float]:
+    def stage_seconds(work: BatchWork) -> list[float]:
         others = seconds(replace(work, prefill_tokens=0, prefill_keys=0))
         others = others if work.decodes else [0.0] * len(others)
         return [whole if stage == lost else own for stage, (whole, own) in enumerate(zip(seconds(work), others, strict=True))]
 
-    return of_all
+    return stage_seconds
 
 
 def _pauses(seconds: Seconds, num_stages: int, lengths: Sequence[int], window: int | None) -> list[float]:
-    """Of each sequence until its next token. The first run teaches the policy what stages take."""
+    """Return the seconds of each sequence until its next token. A first run trains the policy's cost model."""
     policy = BalancedPolicy(num_stages, BUDGET)
     max_len = max(lengths) + NEW_TOKENS + 1
     ring = ring_pages(window, PAGE_SIZE, max_len)
@@ -166,8 +170,8 @@ def _pauses(seconds: Seconds, num_stages: int, lengths: Sequence[int], window: i
 
 
 def _show(cases: Sequence[Case], real: Sequence[RealPauses], num_stages: int) -> None:
-    whole = ("median:\nreplay", "journal", "gain", "gain\nbut\nstart", "last:\nreplay", "journal", "gain", "GiB\nan\nedge")
-    table = _table(f"{num_stages} modelled stages; seconds", "model", "live", "tokens", "start", *whole)
+    columns = ("median:\nreplay", "journal", "gain", "gain w/o\nstart", "last:\nreplay", "journal", "gain", "GiB per\nchannel")
+    table = _table(f"{num_stages} modelled stages; seconds", "model", "live", "tokens", "start", *columns)
     for c in cases:
         median = (c.start_s, c.replay_s, c.journal_s, c.gain, c.replay_s / c.journal_s)
         last = (c.replay_last_s, c.journal_last_s, c.last_gain, c.journal_gib)
@@ -181,7 +185,7 @@ def _show(cases: Sequence[Case], real: Sequence[RealPauses], num_stages: int) ->
         times = (r.start_s, r.replay_s, r.journal_s, r.gain, r.wall_replay_s, r.wall_journal_s, r.wall_gain)
         table.add_row(r.model, *(f"{value:.2f}" for value in times), f"{r.journal_bytes / 1024:.0f}", f"{r.write_s * 1e6:.0f}")
     console.print(table)
-    console.print("KiB: of journal per sequence and edge; us: to write one micro-batch to it; start: least of three")
+    console.print("KiB: of journal per sequence and channel; us: to write one micro-batch to it; start: minimum of three")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -201,15 +205,15 @@ def main() -> None:
     real, costs = zip(*(measure(windowed, started_s, options.rounds) for windowed in (True, False)), strict=True)
     cases = list(modelled(options.stages, {r.model: c for r, c in zip(real, costs, strict=True)}, started_s))
     gains = {name: statistics.median(c.gain for c in cases if c.model == name) for name in dict.fromkeys(c.model for c in cases)}
-    is_worth_it = min(*gains.values(), *(r.gain for r in real)) >= WANTED
+    is_worth_it = min(*gains.values(), *(r.gain for r in real)) >= MIN_GAIN
     if options.json:
         rows = [asdict(each) | {"gain": each.gain} for each in (*cases, *real)]
         print(json.dumps({"rows": rows, "median_gains": gains, "is_worth_it": is_worth_it}))
         return
     _show(cases, real, options.stages)
     gained = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
-    print(f"whole pause of the median stream, without a journal over with one, median of the cases: {gained}")
-    print(f"worth building ({WANTED} wanted of each, and of each of the real ones): {'yes' if is_worth_it else 'no'}")
+    print(f"pause of the median stream including the start, without over with a journal, median of the cases: {gained}")
+    print(f"worth building (if each of these and of the real ones is at least {MIN_GAIN}): {'yes' if is_worth_it else 'no'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the four stages of ``journal_stages.py`` take, as pauses and as costs of a layer."""
+"""Times of the four stages of ``journal_stages.py``, as pauses and as costs of a layer."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ STARTING = "from journal_stages import demo_plan, loaded; loaded(demo_plan(True)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one layer, as measured: seconds of a micro-batch, and more for each token of a prompt and for each decode."""
+    """Measured seconds of one layer: per micro-batch, per token of a prompt, and per decode."""
 
     window: int | None
     num_layers: int
@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class RealPauses:
-    """Seconds until the median stream's next token, as if every stage had a core of its own, and on this machine's cores."""
+    """Seconds until the median stream's next token, as if every stage had its own core, and on this machine's cores."""
 
     model: str
     live: int
@@ -56,7 +56,7 @@ class RealPauses:
     journal_s: float
     wall_replay_s: float
     wall_journal_s: float
-    journal_bytes: int  # of one sequence, on one edge
+    journal_bytes: int  # of one sequence, on one channel
     write_s: float  # of one micro-batch
     busy_s: tuple[float, ...]  # of each stage in a replay
 
@@ -70,14 +70,15 @@ class RealPauses:
 
 
 def reach(layers: int, window: int | None) -> int:
-    """Positions from which a stage's caches follow. Two layers of window 64: the second needs the last 64 of the first,
-    which see 63 more: 127.
+    """Return how many last positions determine a stage's caches.
+
+    Two layers of window 64: the second needs the last 64 outputs of the first, which depend on 63 more positions: 127.
     """
     return 2**62 if window is None else (layers - 1) * (window - 1) + window
 
 
 def start_s() -> float:
-    """Of a bare process until it has a stage's weights; an actor takes longer, after somebody has seen that it is needed."""
+    """Return the seconds until a new process has a stage's weights. An actor takes longer, and has to be detected as lost."""
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
@@ -87,7 +88,7 @@ def start_s() -> float:
 
 
 def measure(windowed: bool, process_start_s: float, rounds: int) -> tuple[RealPauses, Costs]:
-    """The least over the rounds of each time, so that what else runs on this machine counts little; the first warms up."""
+    """Measure with the minimum of each time over the rounds, to exclude other load of the machine. The first round warms up."""
     torch.set_num_threads(1)
     stages = Stages(demo_plan(windowed))
     args = stages.plan.args
@@ -96,7 +97,7 @@ def measure(windowed: bool, process_start_s: float, rounds: int) -> tuple[RealPa
     replay_MS, decode_MS, few_MS, together_M, journal_MS, alone_M, write = (np.min(each, axis=0) for each in seen)
     ends, journal_ends = _ends(stages.batches(TOKENS)), _ends(stages.batches(kept))
     on_cores = decode_MS.sum()
-    through = on_cores + STAGES * HOP_S  # of the next token, when the lost stage has its caches
+    through = on_cores + STAGES * HOP_S  # of the next token, once the lost stage has its caches
     real = RealPauses(
         model=f"demo, window {args.windows[0]}" if windowed else "demo, no window",
         live=LIVE,
@@ -114,7 +115,7 @@ def measure(windowed: bool, process_start_s: float, rounds: int) -> tuple[RealPa
 
 
 def _round(stages: Stages, kept: int) -> tuple[Seconds | float, ...]:
-    """As ``measure`` names them: [micro-batches, stages] or [micro-batches]."""
+    """Return the times in the order that ``measure`` unpacks: [micro-batches, stages] or [micro-batches]."""
     batches = stages.batches(TOKENS)
     replay_MS, _ = stages.one_by_one(batches)
     decode_MS, _ = stages.one_by_one(stages.decodes(batches[-1], TOKENS))
@@ -126,12 +127,14 @@ def _round(stages: Stages, kept: int) -> tuple[Seconds | float, ...]:
 
 
 def _ends(batches: Sequence[MicroBatch]) -> list[int]:
-    """For each sequence the micro-batch with its last token."""
+    """Return for each sequence the micro-batch with its last token."""
     return [batch.step_id for batch in batches for chunk in batch.chunks if chunk.needs_sample]
 
 
 def _pipelined(seconds_MS: Seconds) -> Seconds:
-    """When each micro-batch is through. Two of 2 s and 3 s in two stages, without hops: 5 and 8."""
+    """Return when each micro-batch leaves the pipeline.
+    Two that take 2 s in the first and 3 s in the second of two stages, without hops: 5 and 8.
+    """
     free_at, ends = [0.0] * STAGES, []
     for row in seconds_MS.tolist():
         now = 0.0
@@ -142,7 +145,7 @@ def _pipelined(seconds_MS: Seconds) -> Seconds:
 
 
 def _write_s(inputs: Sequence[Activation]) -> float:
-    """Seconds to keep one micro-batch's hidden states in memory that is there already."""
+    """Return the seconds to copy one micro-batch's hidden states to allocated memory."""
     taken = []
     for activation in inputs:
         kept_TD = torch.zeros_like(activation.hidden_TD)
@@ -153,7 +156,7 @@ def _write_s(inputs: Sequence[Activation]) -> float:
 
 
 def _layer_costs(many_MS: Seconds, few_MS: Seconds, decode_MS: Seconds, layers: float) -> tuple[float, float, float]:
-    """From micro-batches of 256 and 16 tokens of prompts, and one of 16 decodes, in the lost stage."""
+    """Fit costs to micro-batches of 256 and 16 prompt tokens and one of 16 decodes, in the lost stage."""
     many, few, decodes = (median(seconds_MS[:, LOST].tolist()) / layers for seconds_MS in (many_MS, few_MS, decode_MS))
     token_s = (many - few) / (CHUNK - FEW)
     base_s = max(few - FEW * token_s, 0.0)

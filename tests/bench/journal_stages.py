@@ -1,4 +1,4 @@
-"""Four real stages for ``journal.py``: all of them computing everything again, and one alone from inputs that were recorded."""
+"""Four real stages for ``journal.py``: all recompute everything, or one recomputes from recorded inputs."""
 
 import threading
 import time
@@ -45,32 +45,32 @@ class Stages:
         self.ring = plan.cache.classes[0].ring_pages
 
     def batches(self, num_tokens: int, size: int = CHUNK) -> list[MicroBatch]:
-        """All sequences one after the other, packed into micro-batches, for stages that have forgotten everything.
+        """Fence the stages, and pack all sequences, one after the other, into micro-batches.
 
         Two of 5 tokens in sizes of 4: 4, then 1 and 3, then 2.
         """
         epoch = self._fence()
         packed: list[list[Chunk]] = [[]]
-        room = size
+        left = size
         for seq_id in range(LIVE):
             start = 0
             while start < num_tokens:
-                if not room:
+                if not left:
                     packed.append([])
-                    room = size
-                count = min(num_tokens - start, room)
+                    left = size
+                count = min(num_tokens - start, left)
                 packed[-1].append(self._chunk(seq_id, start, count, num_tokens))
-                start, room = start + count, room - count
+                start, left = start + count, left - count
         ordered = (sorted(chunks, key=lambda chunk: chunk.num_tokens == 1) for chunks in packed)
         return [MicroBatch(epoch, step, tuple(chunks)) for step, chunks in enumerate(ordered)]
 
     def decodes(self, last: MicroBatch, num_tokens: int) -> list[MicroBatch]:
-        """One more token of every sequence, after this micro-batch."""
+        """Return a micro-batch with one more token of every sequence, after this one."""
         chunks = (Chunk(seq_id, num_tokens, (5,), ((),), None, True) for seq_id in range(LIVE))
         return [MicroBatch(last.epoch, last.step_id + 1, tuple(chunks))]
 
     def one_by_one(self, batches: Sequence[MicroBatch]) -> tuple[Seconds, list[list[Activation]]]:
-        """Seconds of each micro-batch in each stage, nothing else at work, and what each stage but the last one made of it."""
+        """Run one stage at a time; returns the seconds of each micro-batch per stage, and the outputs of all but the last."""
         seconds, made = [], []
         for batch in batches:
             carried: Carried = None
@@ -84,7 +84,7 @@ class Stages:
         return np.array(seconds), made
 
     def together(self, batches: Sequence[MicroBatch]) -> Seconds:
-        """All stages in threads of their own: seconds from the start until each micro-batch was through."""
+        """Run each stage in its own thread; returns the seconds from the start until each micro-batch left the pipeline."""
         queues: list[Queue[tuple[MicroBatch, Carried]]] = [Queue() for _ in range(STAGES + 1)]
 
         def work(stage: int) -> None:
@@ -101,7 +101,7 @@ class Stages:
         return np.array([(queues[STAGES].get(), time.perf_counter() - started)[1] for _ in batches])
 
     def alone(self, batches: Sequence[MicroBatch], made: Sequence[Sequence[Activation]]) -> Seconds:
-        """Seconds of each micro-batch in the lost stage, which must make of its recorded inputs what it made before."""
+        """Run the lost stage on its recorded inputs and check its outputs; returns the seconds of each micro-batch."""
         seconds = []
         for batch, outputs in zip(batches, made, strict=True):
             again, taken = _timed_step(self.workers[LOST], batch, outputs[LOST - 1])

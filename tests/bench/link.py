@@ -1,12 +1,11 @@
-"""What a hop between two stages costs, and how often four stages deliver, over either link.
+"""Benchmark of a hop between two stages, and of the throughput of four stages, over either link.
 
     python tests/bench/link.py [--steps 200] [--rounds 3] [--json]
 
-The real actors and chains; only the computation is a model: every stage sleeps for 5 ms, so that
-nothing but the links competes for the cores. A hop is what lies between the end of one stage's
-computation and the beginning of the next one's, by clocks of this machine, with one micro-batch in flight;
-an interval is the time per micro-batch with stages + 1 of them. The links take turns;
-figures are medians over the rounds.
+Actors and chains are real; only the computation is modelled: every stage sleeps for 5 ms, so that only
+the links use the cores. A hop is the time between the end of one stage's computation and the beginning
+of the next one's, by this machine's clock, with one micro-batch in flight. An interval is the time per
+micro-batch with stages + 1 of them in flight. The links alternate; figures are medians over the rounds.
 """
 
 import argparse
@@ -53,7 +52,7 @@ CHAINS = {"object-store": ObjectStoreStageChain, "direct": DirectStageChain}
 
 
 class SleepingStage(StageActor):
-    """A stage whose computation takes as long as it should, and no core."""
+    """A stage that sleeps instead of computing."""
 
     def _load(self) -> Any:  # noqa: ANN401
         import torch
@@ -105,7 +104,7 @@ def _stages(plan: PipelinePlan) -> Iterator[list["ActorHandle[Any]"]]:
 async def _run(
     chain: ObjectStoreStageChain, epoch: int, num_tokens: int, num_steps: int, in_flight: int
 ) -> tuple[list[StepResult], float]:
-    """All results, and the seconds from the first one's to the last one's."""
+    """Return all results, and the seconds from the first one to the last one."""
     results: list[StepResult] = []
     started = 0.0
     waiting: deque[asyncio.Future[StepResult]] = deque()
@@ -120,7 +119,7 @@ async def _run(
 
 
 def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_steps: int) -> Figures:
-    chain = CHAINS[link](stages, stages[0], "bench")  # which is never asked for a fence
+    chain = CHAINS[link](stages, stages[0], "bench")  # the first stage is no supervisor, but ``fence`` is never called
 
     def run(in_flight: int) -> tuple[list[StepResult], float]:
         epoch = time.time_ns()
@@ -134,15 +133,15 @@ def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_s
 
 
 def run(num_steps: int, num_rounds: int) -> dict[tuple[str, Link], Figures]:
-    ways = list(product(SIZES, get_args(Link)))
-    seen: dict[tuple[str, Link], list[Figures]] = defaultdict(list)
+    cases = list(product(SIZES, get_args(Link)))
+    found: dict[tuple[str, Link], list[Figures]] = defaultdict(list)
     with local_ray_cluster(num_cpus=STAGES), _stages(_plan()) as stages:
-        for turn in range((num_rounds + 1) * len(ways)):
-            size, link = ways[turn % len(ways)]
+        for number in range((num_rounds + 1) * len(cases)):
+            size, link = cases[number % len(cases)]
             figures = measure(stages, link, SIZES[size], num_steps)
-            if turn >= len(ways):  # the first round warms up
-                seen[size, link].append(figures)
-    return {way: _median(figures) for way, figures in seen.items()}
+            if number >= len(cases):  # the first round warms up
+                found[size, link].append(figures)
+    return {case: _median(figures) for case, figures in found.items()}
 
 
 def _median(figures: list[Figures]) -> Figures:
@@ -160,7 +159,7 @@ def main() -> None:
         print(json.dumps([{"size": size, "link": link} | asdict(f) for (size, link), f in figures.items()]))
         return
     table = Table(title=f"{STAGES} stages of {COMPUTE_S * 1000:.0f} ms; in ms")
-    for name in ("hidden states", "link", "hop", "wanted", "a micro-batch every", "wanted"):
+    for name in ("hidden states", "link", "hop", "target", "interval", "target"):
         table.add_column(name, justify="right")
     for (size, link), f in figures.items():
         interval_target = INTERVAL_TARGETS_MS.get(size, "")

@@ -1,9 +1,9 @@
-"""What a stage reads and how much memory it takes while it loads; onto a GPU also how fast it loads.
+"""Benchmark of loading a stage: bytes read and memory used, and for a GPU also the speed.
 
     python tests/bench/loading.py [--layers 4] [--stages 2] [--json]
     python tests/bench/loading.py --device cuda [--layers 16] [--rounds 3] [--json]
 
-Stages on processors are loaded over Ray (see ``loading_stages``), what goes onto a GPU in this process and without Ray (see
+Stages on CPUs are loaded by Ray actors (see ``loading_stages``); a GPU is loaded in this process, without Ray (see
 ``loading_gpu``).
 """
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="of each way onto a GPU")
+    parser.add_argument("--rounds", type=int, default=3, help="for each way of loading a GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _stages(options: argparse.Namespace) -> None:
-    import loading_stages  # brings Ray
+    import loading_stages  # imports Ray
 
     figures = loading_stages.run(options.layers, options.stages)
     if options.json:
@@ -42,8 +42,8 @@ def _stages(options: argparse.Namespace) -> None:
         Console().print(loading_stages.table(figures))
     if not all(f.is_within_limits for stages in figures.values() for f in stages):
         sys.exit(
-            f"a stage reads over {loading_stages.READ_LIMIT} of its weights, "
-            f"or takes over {loading_stages.MEMORY_LIMIT} of them (or 128 MiB more) in memory"
+            f"a stage reads more than {loading_stages.READ_LIMIT} times the bytes of its weights, "
+            f"or needs more memory than {loading_stages.MEMORY_LIMIT} times these bytes (or 128 MiB more)"
         )
 
 
@@ -52,14 +52,14 @@ def _gpu(options: argparse.Namespace) -> None:
     import torch
 
     if options.device != "cpu" and not torch.cuda.is_available():
-        sys.exit("there is no GPU here")
+        sys.exit("no GPU is available")
     figures = loading_gpu.run(options.device, options.layers, options.rounds)
     if options.json:
         print(json.dumps([asdict(f) for f in figures]))
     else:
         Console().print(loading_gpu.table(figures))
     if not all(f.is_within_limits for f in figures):
-        sys.exit(f"staged loading takes over {loading_gpu.EXTRA_LIMIT // 2**20} MiB of the GPU beside the weights")
+        sys.exit(f"staged loading needs more than {loading_gpu.EXTRA_LIMIT // 2**20} MiB of the GPU in addition to the weights")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""How fast a checkpoint gets onto a GPU, by three ways in turn.
+"""Loading of a checkpoint onto a GPU in three ways.
 
-* ``mapped``: pieces of the mapped file, sorted on the processor and handed to the GPU as they are.
-* ``safetensors``: the same pieces by the library's own ``safe_open(device=...)``; everything else on the GPU.
-* ``staged``: what the engine does: read into pinned memory, sent from there while the next piece is read; the rest on the GPU.
+* ``mapped``: chunks of the mapped file, reordered on the CPU and copied to the GPU as they are.
+* ``safetensors``: the same chunks by the library's own ``safe_open(device=...)``; all further work on the GPU.
+* ``staged``: the engine's way: read into pinned memory and copied from there while the next chunk is read; all further work on
+  the GPU.
 
 A random checkpoint of Mistral 7B's width in a temporary folder, in both layouts (Mistral's rows of W_q and W_k have to be
-sorted); as stored, converted to float32, and in int8. ``cached``: all of it is in the system's cache before; else nothing of it
-was to be. What then came from the disk is counted: 1.00 is all, much less says that the system keeps a cache of its own.
-Every round does every way once; figures are of the quickest round. ``extra`` is the most of the GPU's memory that was in use
-beside the weights.
+reordered); as stored, converted to float32, and in int8. ``cached``: all of it is in the page cache before; otherwise it was
+evicted. The bytes from the disk are counted: 1.00 is all of them, and much less means that the system has another cache. Every
+round uses every way once; figures are those of the fastest round. ``extra`` is the peak of the GPU's memory in addition to the
+weights.
 """
 
 import tempfile
@@ -34,7 +35,7 @@ from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_reader import MmapRows, ReadRows, open_reader
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
-EXTRA_LIMIT = 512 * 2**20  # pieces as they are stored, sorted, in float32; not more with more layers
+EXTRA_LIMIT = 512 * 2**20  # chunks as stored, reordered, and in float32; independent of the number of layers
 TARGETS: dict[str, tuple[str, Quantization | None]] = {
     "as stored": ("bfloat16", None),
     "to float32": ("float32", None),
@@ -63,7 +64,7 @@ class Figures:
 
 
 class LibraryRows:
-    """As safetensors hands them to a device."""
+    """Rows of a tensor, read by safetensors onto a device."""
 
     def __init__(self, device: str, path: Path, spec: TensorSpec) -> None:
         self._device, self._path, self._spec = device, path, spec
@@ -106,7 +107,7 @@ def run(device: str, num_layers: int, rounds: int) -> list[Figures]:
 
 
 def measure(folder: Path, layout: Layout, target: str, device: str, cached: bool, rounds: int) -> list[Figures]:
-    """Of each way the quickest round. One before counts for nothing: it makes the GPU ready, and pins memory that stays so."""
+    """Return the fastest round of each way. A first round is not counted: it initializes the GPU and pins memory for reuse."""
     best: dict[str, Figures] = {}
     for number in range(rounds + 1):
         for name, way in WAYS.items():
@@ -122,7 +123,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     specs = largest_first(stage_tensors(args, range(args.n_layers), found.layout))
     dtype, quantize = TARGETS[target]
     state: dict[str, Tensor] = {}
-    _settle(device)
+    _reset_memory_stats(device)
     before, read_before, started = _in_use(device), read_from_disk(), time.perf_counter()
     num_read = 0
     with way(device) as rows_of:
@@ -133,11 +134,11 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())
-    extra = max(_most_in_use(device) - before - held, 0)
+    extra = max(_peak_in_use(device) - before - held, 0)
     return Figures(layout.value, target, name, cached, num_read, read_from_disk() - read_before, seconds, extra)
 
 
-def _settle(device: str) -> None:
+def _reset_memory_stats(device: str) -> None:
     _wait(device)
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -153,7 +154,7 @@ def _in_use(device: str) -> int:
     return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else 0
 
 
-def _most_in_use(device: str) -> int:
+def _peak_in_use(device: str) -> int:
     return torch.cuda.max_memory_allocated(device) if torch.device(device).type == "cuda" else 0
 
 

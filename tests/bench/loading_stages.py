@@ -1,10 +1,10 @@
-"""What a stage reads and how much memory it takes while it loads, against the bytes of its weights.
+"""Bytes that a stage reads and memory that it needs while it loads, relative to the bytes of its weights.
 
-A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is loaded by stage
-actors over Ray: in the dtype that it is stored in, converted to float32, and made in place instead. Nothing of it
-is in the system's cache when it begins, so that what the disk delivers can be counted (``read_bytes`` of
-``/proc/PID/io``, which counts mapped pages as well). Memory is the most that was seen every 2 ms of ``RssAnon``
-(the process's own) and of ``RssAnon`` + ``RssFile`` (with what it has mapped of files), less what it was before.
+A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is loaded by stage actors over
+Ray: in its own dtype, converted to float32, in int8, and with random weights instead. It is evicted from the page cache
+before, so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``, which includes mapped pages). Memory is the
+peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` + ``RssFile`` (with mapped files), less the
+value before.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
-ALWAYS_ALLOWED = 128 * 2**20  # pieces on their way weigh more in a stage of half a GiB, as with int8 here, than in one of seven
+ALWAYS_ALLOWED = 128 * 2**20  # buffers are a larger share of a stage of half a GiB, as with int8 here, than of seven GiB
 SAMPLE_EVERY_S = 0.002
 console = Console(stderr=True)
 
@@ -42,8 +42,8 @@ class Figures:
     """Bytes."""
 
     weights: int  # as the plan says
-    stored: int  # the same tensors as the checkpoint has them
-    asked_for: int  # of the checkpoint, by our own count
+    stored: int  # of the same tensors in the checkpoint
+    asked_for: int  # read from the checkpoint by the loader's own count
     from_disk: int
     peak_own: int
     peak_with_files: int
@@ -56,12 +56,12 @@ class Figures:
 
 
 class MeasuredStage(StageActor):
-    """A stage that watches its own process while it loads."""
+    """A stage that measures its own process while it loads."""
 
     def _load(self) -> StageWorker:
         import torch
 
-        torch.zeros(64).bfloat16().normal_().float()  # what PyTorch needs for its first number is no weight
+        torch.zeros(64).bfloat16().normal_().float()  # PyTorch's initial allocations are no weights
         before, read_before = _memory(), read_from_disk()
         with _sampled() as samples:
             worker = super()._load()
@@ -78,7 +78,7 @@ class MeasuredStage(StageActor):
 
 @contextmanager
 def _sampled() -> Iterator[list[tuple[int, int]]]:
-    """This process's memory, again and again, until the block ends."""
+    """Sample this process's memory until the block ends."""
     samples, stopped = [_memory()], threading.Event()
 
     def watch() -> None:
@@ -94,14 +94,14 @@ def _sampled() -> Iterator[list[tuple[int, int]]]:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of this process in memory: its own, and with those of files that it has mapped."""
+    """Return this process's bytes in memory: private ones, and these with mapped files."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     size = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssFile:")}
     return size["RssAnon:"], size["RssAnon:"] + size["RssFile:"]
 
 
 def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> PipelinePlan:
-    """With caches for one short sequence only: they are not what is measured."""
+    """Make a plan with a cache for one short sequence only, since caches are not measured."""
     return make_plan(args, PlanRequest((StageBudget(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
 
 
@@ -123,7 +123,7 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
         console.print("writing a random checkpoint ...")
         write_model(folder, num_layers, Layout.HUGGING_FACE)
         args = read_model_args(folder)
-        ways: dict[str, tuple[str, Quantization | None, WeightSource]] = {
+        cases: dict[str, tuple[str, Quantization | None, WeightSource]] = {
             "as stored": (args.dtype, None, folder),
             "to float32": ("float32", None, folder),
             "to int8": (args.dtype, Quantization.INT8, folder),
@@ -132,7 +132,10 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
         }
         console.print("loading it ...")
         with local_ray_cluster(num_cpus=num_stages):
-            return {name: measure(plan_for(args, num_stages, *how), weights) for name, (*how, weights) in ways.items()}
+            return {
+                name: measure(plan_for(args, num_stages, dtype, quantize), weights)
+                for name, (dtype, quantize, weights) in cases.items()
+            }
 
 
 def table(figures: dict[str, list[Figures]]) -> Table:

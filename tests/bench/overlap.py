@@ -1,12 +1,11 @@
-"""How much the stages of a pipeline overlap, and what that is worth.
+"""Benchmark of the overlap of a pipeline's stages, and of its effect on throughput.
 
     python tests/bench/overlap.py [--stages 4] [--sequences 8] [--rounds 3] [--json]
 
-The demo model over Ray stage actors, one thread each. Two kinds of traffic: long prompts
-in chunks of 128 tokens with few new tokens, and short prompts with many. Each runs with
-1, stages and stages + 1 micro-batches in flight (M), and with as many as the router's policy decides from what it has
-measured, in turns, so that a slow moment of the machine hits all of them. Figures are medians over the rounds; speed is
-relative to M = 1.
+The demo model on Ray stage actors, one thread each. Two kinds of traffic: long prompts in chunks of 128 tokens with few new
+tokens, and short prompts with many. Each runs with 1, stages and stages + 1 micro-batches in flight (M), and with as many as the
+router's policy chooses from its measurements. Configurations alternate, so that a slow moment of the machine affects all of
+them. Figures are medians over the rounds; speed is relative to M = 1.
 """
 
 import argparse
@@ -76,24 +75,24 @@ def measure(chain: ObjectStoreStageChain, spec: PipelineSpec, traffic: Traffic, 
 
 
 def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, str], Figures]:
-    """Median figures by traffic and M."""
+    """Return the median figures by traffic and M."""
     args = read_model_args(DEMO_MODEL)
     memory = probe_local().stage_memory(stages)
     plan = make_plan(args, PlanRequest((StageBudget(memory),) * stages, args.dtype, args.max_seq_len, sequences, 16))
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
     policies: dict[str, Policy] = {str(m): FixedInFlightPolicy(m, BUDGET) for m in sorted({1, stages, stages + 1})}
-    policies["measured"] = BalancedPolicy(stages, BUDGET)  # learns on
-    ways = [(traffic, m) for traffic in TRAFFIC for m in policies]
-    seen: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    policies["measured"] = BalancedPolicy(stages, BUDGET)  # keeps its cost model over all runs
+    cases = [(traffic, m) for traffic in TRAFFIC for m in policies]
+    found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     with local_ray_cluster(num_cpus=stages), running_chain(spec, console.print) as chain, Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
-        for turn in range((rounds + 1) * len(ways)):
-            traffic, m = ways[turn % len(ways)]
+        task = progress.add_task("measuring", total=(rounds + 1) * len(cases))
+        for number in range((rounds + 1) * len(cases)):
+            traffic, m = cases[number % len(cases)]
             figures = measure(chain, spec, traffic, sequences, policies[m])
-            if turn >= len(ways):  # the first round warms up
-                seen[traffic.name, m].append(figures)
+            if number >= len(cases):  # the first round warms up
+                found[traffic.name, m].append(figures)
             progress.advance(task)
-    return {way: _median(figures) for way, figures in seen.items()}
+    return {case: _median(figures) for case, figures in found.items()}
 
 
 def _median(figures: list[Figures]) -> Figures:
@@ -120,7 +119,7 @@ def main() -> None:
         table.add_row(name, m, f"{f.tokens_per_s:.0f}", relative, f"{f.bubble:.0%}", f"{f.overlap:.0%}")
     Console().print(table)
     if figures["long prompts", "measured"].tokens_per_s <= figures["long prompts", "1"].tokens_per_s:
-        sys.exit("overlapping the stages gained nothing on long prompts: something is wrong")
+        sys.exit("long prompts are not faster with overlapping stages: something is wrong")
 
 
 if __name__ == "__main__":

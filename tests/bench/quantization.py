@@ -1,11 +1,11 @@
-"""What int8 and fp8 weights cost in quality, and what they save in memory and time.
+"""Benchmark of int8 and fp8 weights: quality, memory and speed.
 
     python tests/bench/quantization.py [--text FILE] [--parts 1000] [--rounds 5]
 
-Quality: the demo model, teacher-forced over the tenth of its text that it was not trained on, and a random small Mixtral;
-both against the same model in float32. Where a GPU multiplies in fp8, that arithmetic is done here, on a CPU.
-Memory: what a stage holds, and how many GPUs of 24 GiB published models need.
-Speed: greedy decoding in one process, on one thread, in rounds that alternate; medians, relative to bfloat16 in the same round.
+Quality: the demo model, teacher-forced over the held-out tenth of its text, and a random small Mixtral; both against the same
+model in float32. The fp8 arithmetic of GPUs is computed on the CPU.
+Memory: bytes of the weights, and how many GPUs of 24 GiB published models need.
+Speed: greedy decoding in one process with one thread, in alternating rounds; medians relative to bfloat16 in the same round.
 """
 
 import argparse
@@ -48,8 +48,8 @@ INT8, FP8 = Quantization.INT8, Quantization.FP8
 
 
 @dataclass(frozen=True)
-class Way:
-    """``fp8_activations``: the products of a GPU that multiplies in fp8, with activations as fp8, too, beyond a few tokens."""
+class Precision:
+    """``fp8_activations``: the products of a GPU with fp8 arithmetic, whose activations are fp8, too, except for few tokens."""
 
     dtype: str
     quantize: Quantization | None = None
@@ -69,13 +69,20 @@ class Way:
             yield
 
 
-EXACT, HALF = Way("float32"), Way("bfloat16")
-WAYS = EXACT, Way("float32", INT8), Way("float32", FP8), HALF, Way("bfloat16", INT8), Way("bfloat16", FP8)
-ON_GPU = Way("bfloat16", FP8, fp8_activations=True)
+EXACT, HALF = Precision("float32"), Precision("bfloat16")
+PRECISIONS = (
+    EXACT,
+    Precision("float32", INT8),
+    Precision("float32", FP8),
+    HALF,
+    Precision("bfloat16", INT8),
+    Precision("bfloat16", FP8),
+)
+ON_GPU = Precision("bfloat16", FP8, fp8_activations=True)
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
-shown = Console(width=120)
+console = Console(width=120)
 CONTEXT, PROMPT, NEW_TOKENS = 512, 16, 64
-# One layer of Mistral 7B and few words: so large that it matters how many bytes its weights have.
+# One layer of Mistral 7B with a small vocabulary: large enough that the bytes of its weights matter.
 LAYER = replace(preset("mistral-7b-v0.1"), n_layers=1, windows=(4096,), vocab_size=1024, max_seq_len=CONTEXT)
 
 
@@ -84,7 +91,7 @@ LAYER = replace(preset("mistral-7b-v0.1"), n_layers=1, windows=(4096,), vocab_si
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a model against the same one in float32. ``parted_after``: new tokens until two greedy texts part."""
+    """Quality of a model against the same one in float32. ``parted_after``: new tokens until two greedy texts differ."""
 
     bits_per_token: float
     relative_error: float
@@ -98,40 +105,40 @@ class Quality:
         return [bits, *errors, f"{self.agreement:.2%}", f"{self.parted_after:.0f} of {NEW_TOKENS}"]
 
 
-def quality(folder: Path, texts: Sequence[tuple[int, ...]]) -> dict[Way, Quality]:
+def quality(folder: Path, texts: Sequence[tuple[int, ...]]) -> dict[Precision, Quality]:
     exact = [teacher_forced(folder, ids, EXACT.dtype) for ids in texts]
     prompts = [ids[:PROMPT] for ids in texts]
-    freely = Loaded(folder, EXACT).continued(prompts)
+    exact_outputs = LoadedModel(folder, EXACT).generate(prompts)
     found = {}
-    for way in (*WAYS, ON_GPU):
-        with way.products():
-            logits = [teacher_forced(folder, ids, way.dtype, way.quantize) for ids in texts]
-            free = Loaded(folder, way).continued(prompts)
-        parted = [_shared(ours, theirs) for ours, theirs in zip(free, freely, strict=True)]
-        found[way] = _compared(texts, logits, exact, statistics.median(parted))
+    for precision in (*PRECISIONS, ON_GPU):
+        with precision.products():
+            logits = [teacher_forced(folder, ids, precision.dtype, precision.quantize) for ids in texts]
+            outputs = LoadedModel(folder, precision).generate(prompts)
+        parted = [_common_prefix_len(ours, theirs) for ours, theirs in zip(outputs, exact_outputs, strict=True)]
+        found[precision] = _compare(texts, logits, exact, statistics.median(parted))
     return found
 
 
-def _compared(texts: Sequence[tuple[int, ...]], logits: list[Tensor], exact: list[Tensor], parted_after: float) -> Quality:
+def _compare(texts: Sequence[tuple[int, ...]], logits: list[Tensor], exact: list[Tensor], parted_after: float) -> Quality:
     ours_TV, exact_TV = torch.cat([each[:-1] for each in logits]), torch.cat([each[:-1] for each in exact])
     nats = F.cross_entropy(ours_TV, torch.tensor([token for ids in texts for token in ids[1:]]))
-    off_TV = ours_TV - exact_TV
+    error_TV = ours_TV - exact_TV
     return Quality(
         bits_per_token=nats.item() / math.log(2),
-        relative_error=(off_TV.norm() / exact_TV.norm()).item(),
-        largest_error=off_TV.abs().max().item(),
+        relative_error=(error_TV.norm() / exact_TV.norm()).item(),
+        largest_error=error_TV.abs().max().item(),
         agreement=(ours_TV.argmax(-1) == exact_TV.argmax(-1)).float().mean().item(),
         parted_after=parted_after,
     )
 
 
-def _shared(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens two texts have in common from their beginning: [1, 2, 3] and [1, 2, 4] have 2."""
+def _common_prefix_len(ours: list[int], theirs: list[int]) -> int:
+    """Return the length of the common prefix of two texts: 2 for [1, 2, 3] and [1, 2, 4]."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
 
 
 def held_out(path: Path, num_parts: int) -> tuple[list[tuple[int, ...]], float]:
-    """Token ids of the last tenth of the demo model's text in pieces, and the bytes that a token stands for."""
+    """Return token ids of the last tenth of the demo model's text, in parts, and the bytes per token."""
     text = path.read_text(encoding="utf-8")
     rest = text[len(text) * 9 // 10 :]
     ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(rest)[1:]
@@ -147,50 +154,50 @@ def show_quality(path: Path, num_parts: int, small: Path) -> None:
     if path.is_file():
         models.insert(0, ("demo", DEMO_MODEL, *held_out(path, num_parts)))
     else:
-        print(f"{path} is not there (give --text): the demo model's quality is not measured")
+        print(f"{path} does not exist (see --text): the demo model's quality is not measured")
     for name, folder, texts, bytes_per_token in models:
-        for way, found in quality(folder, texts).items():
-            table.add_row(name, str(way), *found.cells(bytes_per_token))
-    shown.print(table)
+        for precision, found in quality(folder, texts).items():
+            table.add_row(name, str(precision), *found.cells(bytes_per_token))
+    console.print(table)
 
 
 # ---- memory
 
 
-def fewest_gpus(args: ModelArgs, way: Way) -> PipelinePlan:
-    """The plan with the fewest GPUs of 24 GiB that can hold one sequence of full length."""
+def fewest_gpus(args: ModelArgs, precision: Precision) -> PipelinePlan:
+    """Return the plan with the fewest GPUs of 24 GiB that can hold one sequence of full length."""
     for number in range(1, args.n_layers + 1):
         try:
-            rooms = (StageBudget(24 * GIB),) * number
-            return make_plan(args, PlanRequest(rooms, way.dtype, args.max_seq_len, 64, 16, quantize=way.quantize))
+            budgets = (StageBudget(24 * GIB),) * number
+            return make_plan(args, PlanRequest(budgets, precision.dtype, args.max_seq_len, 64, 16, quantize=precision.quantize))
         except PlanError:
             continue
-    raise AssertionError("a layer has no room on a GPU")
+    raise AssertionError("a layer does not fit on a GPU")
 
 
 def show_memory() -> None:
     table = Table("model", "weights", "GiB of weights", "GPUs of 24 GiB")
     models = {"demo": read_model_args(DEMO_MODEL)} | {name: preset(name) for name in ("mistral-7b-v0.1", "mixtral-8x7b")}
     for name, args in models.items():
-        for way in (HALF, Way("bfloat16", INT8), Way("bfloat16", FP8)):
-            plan = fewest_gpus(args, way)
+        for precision in (HALF, Precision("bfloat16", INT8), Precision("bfloat16", FP8)):
+            plan = fewest_gpus(args, precision)
             gib = sum(stage.weight_bytes for stage in plan.stages) / GIB
-            table.add_row(name, str(way), f"{gib:.4g}", str(len(plan.stages)))
-    shown.print(table)
+            table.add_row(name, str(precision), f"{gib:.4g}", str(len(plan.stages)))
+    console.print(table)
 
 
 # ---- speed
 
 
-class Loaded:
+class LoadedModel:
     """A checkpoint in one stage in this process."""
 
-    def __init__(self, folder: Path, way: Way) -> None:
-        args = read_model_args(folder)
-        self.plan = make_plan(args, PlanRequest((StageBudget(8 * GIB),), way.dtype, CONTEXT, 8, 16, quantize=way.quantize))
+    def __init__(self, folder: Path, precision: Precision) -> None:
+        args, quantize = read_model_args(folder), precision.quantize
+        self.plan = make_plan(args, PlanRequest((StageBudget(8 * GIB),), precision.dtype, CONTEXT, 8, 16, quantize=quantize))
         self.workers = [StageWorker.load(stage, folder) for stage in self.plan.stages]
 
-    def continued(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
         sampling = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
         ids = [list(prompt) for prompt in prompts]
         return run_in_process(self.plan, self.workers, ids, sampling, max_in_flight=1)
@@ -198,32 +205,33 @@ class Loaded:
     def tokens_per_s(self, num_prompts: int, new_tokens: int) -> float:
         prompts = [random_ids(1, seed, self.plan.args.vocab_size) for seed in range(num_prompts)]
         started = time.perf_counter()
-        self.continued(prompts, new_tokens)
+        self.generate(prompts, new_tokens)
         return num_prompts * new_tokens / (time.perf_counter() - started)
 
 
 def show_speed(models: dict[str, tuple[Path, int]], rounds: int) -> None:
-    """By name: the folder and how many tokens to make in a round."""
-    table = Table("model", "sequences", *map(str, WAYS), "bfloat16: tokens/s")
+    """Print speeds; ``models`` has by name the folder and the number of tokens to generate in a round."""
+    table = Table("model", "sequences", *map(str, PRECISIONS), "bfloat16: tokens/s")
     for name, (folder, new_tokens) in models.items():
-        loaded = {way: Loaded(folder, way) for way in WAYS}
+        loaded = {precision: LoadedModel(folder, precision) for precision in PRECISIONS}
         for num_prompts in (1, 8):
-            turns = [
-                {way: each.tokens_per_s(num_prompts, new_tokens) for way, each in loaded.items()} for _ in range(rounds + 1)
+            results = [
+                {precision: model.tokens_per_s(num_prompts, new_tokens) for precision, model in loaded.items()}
+                for _ in range(rounds + 1)
             ][1:]  # the first one warms up
-            half = statistics.median(speeds[HALF] for speeds in turns)
-            relative = {way: statistics.median(speeds[way] / speeds[HALF] for speeds in turns) for way in WAYS}
-            table.add_row(name, str(num_prompts), *(f"{relative[way]:.2f} x" for way in WAYS), f"{half:.1f}")
-    shown.print(table)
+            half = statistics.median(speeds[HALF] for speeds in results)
+            ratios = [statistics.median(speeds[precision] / speeds[HALF] for speeds in results) for precision in PRECISIONS]
+            table.add_row(name, str(num_prompts), *(f"{ratio:.2f} x" for ratio in ratios), f"{half:.1f}")
+    console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--parts", type=int, default=1000, help="at least so many pieces of 512 tokens, if there are")
-    parser.add_argument("--rounds", type=int, default=5, help="of the speed; 0: not measured")
+    parser.add_argument("--parts", type=int, default=1000, help="minimum number of parts of 512 tokens, if the text has so many")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the speed measurement; 0 skips it")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # what a stage has when each has a core
+    torch.set_num_threads(1)  # as a stage with its own core
     with tempfile.TemporaryDirectory() as folder:
         small, layer = Path(folder, "small"), Path(folder, "layer")
         write_random_checkpoint(small, tiny_variant(PRESETS["mixtral-8x7b"]), Layout.HUGGING_FACE)

@@ -1,9 +1,9 @@
-"""How long products with quantised matrices take on this device, by every way that it has, beside the same in bfloat16.
+"""Benchmark of products with quantized matrices by every kernel of this device, against bfloat16.
 
     python tests/bench/quantized_products.py [--tokens 1,16,17,64,65,512,4096] [--width 4096] [--rows 28672]
 
-Each way is first held against the exact product of the quantised weights; "off by" is relative, by norm. Several matrices
-take turns, so that none is in a cache; milliseconds are medians. ``*`` is the way that a stage takes.
+Each kernel is first compared with the exact product of the quantized weights; "off by" is relative, by norms. Several matrices
+alternate, so that none is in a cache; milliseconds are medians. ``*`` marks the kernel that a stage uses.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from tramontane.workers.kernels.quantized_linear import FUSED_TOKENS, Product, d
 from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantize_weight
 
 ROUNDS, PRODUCTS = 30, 8  # products in a round
-OUT_OF_CACHE = 2**28  # bytes that the matrices of one way have together
+OUT_OF_CACHE = 2**28  # total bytes of the matrices of one kernel
 
 
 def median_ms(run: Callable[[int], object]) -> float:
-    """Of rounds that end when the device is done. On a GPU each is a captured graph, as a stage's decode steps are."""
-    go = _captured(run) if torch.cuda.is_available() else lambda: _round(run)
+    """Return the median of synchronized rounds. On a GPU each is a CUDA graph, as a stage's decode steps are."""
+    run_round = _capture(run) if torch.cuda.is_available() else lambda: _round(run)
     times = []
     for _ in range(ROUNDS + 3):
         _wait()
         started = time.perf_counter()
-        go()
+        run_round()
         _wait()
         times.append((time.perf_counter() - started) / PRODUCTS * 1000)
     return statistics.median(times[3:])
@@ -44,7 +44,7 @@ def _round(run: Callable[[int], object]) -> None:
         run(number)
 
 
-def _captured(run: Callable[[int], object]) -> Callable[[], None]:
+def _capture(run: Callable[[int], object]) -> Callable[[], None]:
     _round(run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -62,30 +62,30 @@ def _scale_dtype(quantize: Quantization) -> torch.dtype:
     return dtype
 
 
-def ways_of(quantize: Quantization, device: torch.device) -> dict[str, Product]:
+def kernels_for(quantize: Quantization, device: torch.device) -> dict[str, Product]:
     found = probe_kernels(device, NUMBER_DTYPES[quantize], _scale_dtype(quantize), torch.bfloat16)
-    ways = {"fused": found.fused, "in fp8": found.fp8, "blocks": dequantized_linear}
-    return {name: product for name, product in ways.items() if product is not None}
+    kernels = {"fused": found.fused, "in fp8": found.fp8, "blocks": dequantized_linear}
+    return {name: product for name, product in kernels.items() if product is not None}
 
 
 def show(weight_NK: Tensor, lengths: list[int]) -> None:
     device, copies = weight_NK.device, max(OUT_OF_CACHE // weight_NK.numel(), 1)
-    table = Table("tokens", "weights", "way", "off by", "ms", "of bfloat16", "GB/s of weights")
+    table = Table("tokens", "weights", "kernel", "off by", "ms", "of bfloat16", "GB/s of weights")
     halves = [weight_NK.bfloat16() for _ in range(copies)]
-    held = {q: [quantize_weight(weight_NK, q, _scale_dtype(q), device) for _ in range(copies)] for q in Quantization}
+    quantized = {q: [quantize_weight(weight_NK, q, _scale_dtype(q), device) for _ in range(copies)] for q in Quantization}
     for num_tokens in lengths:
         x_TK = torch.randn(num_tokens, weight_NK.shape[1], device=device).bfloat16()
         plain = median_ms(lambda i, x_TK=x_TK: F.linear(x_TK, halves[i % copies]))  # type: ignore[misc]
         table.add_row(str(num_tokens), "bfloat16", "", "", f"{plain:.3f}", "", f"{halves[0].nbytes / plain / 1e6:.0f}")
-        for quantize, matrices in held.items():
+        for quantize, matrices in quantized.items():
             chosen = probe_kernels(device, matrices[0][0].dtype, matrices[0][1].dtype, torch.bfloat16).choose(num_tokens)
             exact_TN = x_TK.double() @ (matrices[0][0].double() * matrices[0][1].double()[:, None]).T
-            for name, product in ways_of(quantize, device).items():
+            for name, product in kernels_for(quantize, device).items():
                 if name == "fused" and num_tokens > FUSED_TOKENS:
                     continue
-                off = ((product(x_TK, *matrices[0]).double() - exact_TN).norm() / exact_TN.norm()).item()
+                error = ((product(x_TK, *matrices[0]).double() - exact_TN).norm() / exact_TN.norm()).item()
                 ms = median_ms(lambda i, p=product, x=x_TK, m=matrices: p(x, *m[i % copies]))  # type: ignore[misc]
-                figures = f"{off:.2%}", f"{ms:.3f}", f"{ms / plain:.2f} x", f"{weight_NK.numel() / ms / 1e6:.0f}"
+                figures = f"{error:.2%}", f"{ms:.3f}", f"{ms / plain:.2f} x", f"{weight_NK.numel() / ms / 1e6:.0f}"
                 table.add_row("", str(quantize), f"{name}{' *' * (product is chosen)}", *figures)
     Console(width=110).print(table)
 
@@ -98,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
-        print("no GPU here: a GPU's ways, as far as they run on a CPU", file=sys.stderr)
+        print("no GPU is available: GPU kernels are measured as far as they run on a CPU", file=sys.stderr)
     weight_NK = torch.randn(options.rows, options.width, device=device) * options.width**-0.5
     with torch.inference_mode():
         show(weight_NK, [int(number) for number in options.tokens.split(",")])

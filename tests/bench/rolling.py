@@ -1,10 +1,10 @@
-"""New versions of the application roll in while streams run: what failed, what was different, and how long streams paused.
+"""Benchmark of rolling updates while streams run: which requests fail or change, and how long streams pause.
 
     python tests/bench/rolling.py [--deployments 6] [--seed 0] [--clients 24] [--scarce] [--port 8775] [--json]
 
-The demo model in float32 on two stages, in a cluster of this machine. Every request is run once undisturbed; while versions
-roll in each must get the very same tokens. Of two versions one changes what only routers and doors know (the stages stay), the
-other what the stages are made with (others are loaded). With ``--scarce`` the cluster has room for one pipeline only.
+The demo model in float32 on two stages, in a local cluster. Every request is first run once without updates, and must return
+the same tokens during updates. Versions alternate between a change of settings of routers and ingress (the stages stay) and a
+change of settings of the stages (new ones are loaded). With ``--scarce`` the cluster has capacity for one pipeline only.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from serve_cluster import deploy, is_rollout_complete, jobs_in, router_stats, st
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
-WANTED = 12  # streams with unfinished tokens, at each deployment
+MIN_STREAMS = 12  # unfinished streams at each deployment
 REQUESTS = 40
 POLL_S = 0.05
-PATIENCE_S = 300.0  # until a version is there and streams go on; then the run has failed
+TIMEOUT_S = 300.0  # for a version to be deployed and for streams to continue; then the run has failed
 SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "max_queued_requests": 256}
 CHANGES = {"the routers' settings": "max_queued_requests", "the stages' settings": "max_num_seqs"}
 console = Console(stderr=True, highlight=False)
 
 
 async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a function without arguments
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIMEOUT_S
     while not await asyncio.to_thread(condition):
         if time.monotonic() > give_up_at:
             raise TimeoutError(what)
@@ -47,24 +47,24 @@ async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a functio
 
 
 def _stages(stats: list[dict[str, Any]]) -> dict[int, int]:
-    """Bytes that each has read, by process."""
+    """Return the bytes that each stage has read, by PID."""
     return {stage["pid"]: stage["bytes_read"] for router in stats for stage in router["stages"]}
 
 
-async def _rolled_in(load: Load, settings: dict[str, Any], change: str) -> dict[str, Any]:
-    await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run")
+async def _roll_out(load: Load, settings: dict[str, Any], change: str) -> dict[str, Any]:
+    await _until(lambda: load.unfinished >= MIN_STREAMS, f"only {load.unfinished} streams run")
     before = await asyncio.to_thread(router_stats)
     load.watch()
     began = time.monotonic()
     await asyncio.to_thread(deploy, settings)
-    await _until(lambda: is_rollout_complete(before), f"the version with other {change} is not there")
-    there = time.monotonic()
+    await _until(lambda: is_rollout_complete(before), f"the version that changes {change} is not deployed")
+    deployed_at = time.monotonic()
     watched = set(load.pauses)
-    await _until(lambda: all(load.last_piece_at.get(c, math.inf) > there for c in watched), "streams do not go on")
+    await _until(lambda: all(load.last_piece_at.get(c, math.inf) > deployed_at for c in watched), "streams do not continue")
     after = _stages(await asyncio.to_thread(router_stats))
     return {
         "change": change,
-        "seconds": round(there - began, 1),
+        "seconds": round(deployed_at - began, 1),
         "streams": len(watched),
         "median_pause_s": round(statistics.median(load.pauses.values()), 2),
         "worst_pause_s": round(max(load.pauses.values()), 2),
@@ -75,7 +75,7 @@ async def _rolled_in(load: Load, settings: dict[str, Any], change: str) -> dict[
 
 async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     requests = bodies(REQUESTS, random.Random(args.seed))
-    console.print(f"{REQUESTS} requests undisturbed ...")
+    console.print(f"{REQUESTS} requests without updates ...")
     load = Load(url, requests, await baseline_tokens(url, requests, args.clients))
     running = asyncio.create_task(load.run(args.clients))
     deployments = []
@@ -83,7 +83,7 @@ async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace)
         for number in range(args.deployments):
             change = list(CHANGES)[number % len(CHANGES)]
             settings = {**settings, CHANGES[change]: settings[CHANGES[change]] + 1}
-            row = await _rolled_in(load, settings, change)
+            row = await _roll_out(load, settings, change)
             deployments.append(row)
             console.print(
                 f"{number + 1}. {change}: {row['seconds']} s, worst pause {row['worst_pause_s']} s, "
@@ -103,8 +103,8 @@ async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace)
 
 
 def _show(ledger: dict[str, Any]) -> None:
-    columns = ("changed", "seconds", "streams on their way", "median pause", "worst", "worst first token", "bytes read")
-    table = Table(*columns, title="rolling in")
+    columns = ("changed", "seconds", "running streams", "median pause", "worst", "worst first token", "bytes read")
+    table = Table(*columns, title="rolling updates")
     for row in ledger["deployments"]:
         table.add_row(*map(str, row.values()))
     console.print(table)
@@ -113,7 +113,7 @@ def _show(ledger: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deployments", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=24)

@@ -1,10 +1,10 @@
-"""What the scheduler itself takes per micro-batch while many sequences decode.
+"""Benchmark of the scheduler's own time per micro-batch while many sequences decode.
 
     python tests/bench/scheduling.py [--sequences 256] [--steps 400] [--json]
 
-The real scheduler and policy against a modelled pipeline, timed: choosing, making the micro-batch, and taking in its
-result. Median of the steps after the policy has learned what stages take. Beside it what the router's activity log takes,
-where every sequence is a client that hears of its token.
+The real scheduler and policy run against a modelled pipeline. Timed are scheduling, construction of the micro-batch, and
+processing of its result: the median of the steps after the policy's cost model is trained. In addition the time of the router's
+activity log, with one request per sequence.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CONTEXT, WINDOW, PAGE_SIZE, BUDGET = 32768, 4096, 16, 512
 
 
 def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float, float, int]:
-    """Median seconds of a step and of its noting, and how many decodes the last one had."""
+    """Return the median seconds of a step and of its logging, and the number of decodes of the last step."""
     ring = ring_pages(WINDOW, PAGE_SIZE, CONTEXT)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * num_sequences),))
     policy = BalancedPolicy(num_stages, BUDGET)
@@ -45,31 +45,31 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
     log = ActivityLog()
     now, free_at = 0.0, [0.0] * num_stages
     in_flight: deque[tuple[MicroBatch, tuple[StageTiming, ...]]] = deque()
-    taken, noting = [], []
+    step_s, logging_s = [], []
     for _ in range(WARM_UP + num_steps):
-        started, made = time.perf_counter(), []
+        started, batches = time.perf_counter(), []
         while (batch := scheduler.schedule()) is not None:
-            made.append(batch)
-        choosing = time.perf_counter() - started
-        in_flight.extend((batch, _timings(batch, now, free_at)) for batch in made)
+            batches.append(batch)
+        scheduling_s = time.perf_counter() - started
+        in_flight.extend((batch, _timings(batch, now, free_at)) for batch in batches)
         batch, timings = in_flight.popleft()
         now = max(now, timings[-1].ended_at)
         result = StepResult(batch.epoch, batch.step_id, (50,) * len(batch.sampled_seq_ids), timings)
         started = time.perf_counter()
         events = scheduler.complete(batch, result)
-        taken.append(choosing + time.perf_counter() - started)
-        hearing = [requests[event.seq_id] for event in events]
+        step_s.append(scheduling_s + time.perf_counter() - started)
+        receivers = [requests[event.seq_id] for event in events]
         started = time.perf_counter()
         log.record(batch, result)
-        log.record_tokens(hearing, now)
-        noting.append(time.perf_counter() - started)
-        for request in hearing:
+        log.record_tokens(receivers, now)
+        logging_s.append(time.perf_counter() - started)
+        for request in receivers:
             request.last_token_at = now
-    return statistics.median(taken[WARM_UP:]), statistics.median(noting[WARM_UP:]), len(batch.decodes.seq_ids)
+    return statistics.median(step_s[WARM_UP:]), statistics.median(logging_s[WARM_UP:]), len(batch.decodes.seq_ids)
 
 
 def _timings(batch: MicroBatch, now: float, free_at: list[float]) -> tuple[StageTiming, ...]:
-    """Each stage takes a millisecond and 20 us per token."""
+    """Return the timings of a micro-batch; each stage takes 1 ms and 20 us per token."""
     timings, busy = [], 1e-3 + 2e-5 * batch.num_tokens
     for stage in range(len(free_at)):
         now = max(now, free_at[stage])
@@ -88,11 +88,10 @@ def main() -> None:
     if options.json:
         print(json.dumps([{"stages": k, "step_s": s, "noting_s": noting, "decodes": n} for k, (s, noting, n) in figures.items()]))
         return
-    table = Table(
-        "stages", "decodes in a micro-batch", "us a step", "us to note it", title=f"{options.sequences} sequences decode"
-    )
-    for stages, (seconds, noting, decodes) in figures.items():
-        table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}", f"{noting * 1e6:.0f}")
+    columns = ("stages", "decodes in a micro-batch", "us per step", "us to log it")
+    table = Table(*columns, title=f"{options.sequences} sequences decode")
+    for stages, (seconds, logging_s, decodes) in figures.items():
+        table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}", f"{logging_s * 1e6:.0f}")
     Console().print(table)
 
 

@@ -1,7 +1,6 @@
-"""What the doors cost: the engine alone against the engine behind HTTP, on this machine, in one run.
+"""Benchmark of the cost of HTTP: the engine alone against the engine behind the ingress, on this machine.
 
-Rounds alternate between both, so that a machine that gets slower in between does not
-decide. Run with ``make bench-serve``.
+Rounds alternate between both, so that a slow moment of the machine affects both. Run with ``make bench-serve``.
 """
 
 import argparse
@@ -35,7 +34,7 @@ class Reply:
 
 
 async def ask(prompt: str, num_tokens: int) -> Reply:
-    """One streamed completion over a socket of its own; the client is plain so that its cost is small."""
+    """Send one streamed completion on a plain socket, so that the client costs little."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0.8, "seed": 0, "ignore_eos": True}
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
@@ -55,14 +54,14 @@ async def ask(prompt: str, num_tokens: int) -> Reply:
 
 
 async def serve_round(num_clients: int, num_tokens: int) -> tuple[float, list[Reply]]:
-    """Tokens per second of that many clients at once."""
+    """Return the tokens per second of ``num_clients`` clients at once."""
     started = time.perf_counter()
     replies = await asyncio.gather(*(ask(prompt, num_tokens) for prompt in PROMPTS[:num_clients]))
     return sum(r.usage["completion_tokens"] for r in replies) / (time.perf_counter() - started), list(replies)
 
 
 def generate_round(num_tokens: int) -> float:
-    """Tokens per second of ``tramontane generate`` with the same prompts, as it reports them."""
+    """Return the tokens per second that ``tramontane generate`` reports for the same prompts."""
     command = [BIN / "tramontane", "generate", "--json", "--max-tokens", str(num_tokens), "--stages", "2"]
     run = subprocess.run([*command, *PROMPTS], capture_output=True, check=True)
     figure: float = json.loads(run.stdout)["tokens_per_s"]
@@ -100,7 +99,7 @@ def measure(rounds: int, num_tokens: int, console: Console) -> bool:
                 server.terminate()
     added_ms = statistics.median(r.first_s - r.timings["queue_s"] - r.timings["prefill_s"] for r in singles) * 1000
     ratios = [b / a for a, b in zip(alone, behind, strict=True)]
-    table = Table("what", "measured", "target")
+    table = Table("figure", "measured", "target")
     table.add_row("serve to ready, to first token", f"{ready['ready_after_s']:.1f} s, {first_token_s:.1f} s", "25 s")
     table.add_row("added to the first token, 1 client (median of 50)", f"{added_ms:.1f} ms", "20 ms")
     table.add_row("generate, 64 prompts, tokens/s", " ".join(f"{x:.0f}" for x in alone), "")

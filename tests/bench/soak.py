@@ -1,19 +1,19 @@
-"""Half an hour of clients of whom few behave; afterwards everything must be back where it was.
+"""Soak test: half an hour of mostly faulty clients; afterwards all resources must be released.
 
     python tests/bench/soak.py [--minutes 30] [--seed 0] [--clients 24] [--port 8790] [--json]
 
-The demo model in float32 on two stages, in a cluster of this machine, with HTTP at the port and gRPC at the next one. Clients
-stream and leave in the middle (politely, or by a reset), say half a request, hardly read, ask for nonsense, run out of time; see
-``soak_load``. Three acts of ten are a request whose tokens are known. Every 30 s it is looked at what the application's
-processes have, and what it says that it holds. After a tenth of the time, half way and at the end the clients pause until nothing
-is on its way, and ``SETTLE_S`` more: these quiet looks are compared.
+The demo model in float32 on two stages, in a local cluster, with HTTP at the port and gRPC at the next one. Clients stream and
+disconnect early (in an orderly way or with a reset), send half a request, hardly read, send invalid requests, or exceed
+deadlines; see ``soak_load``. Three actions of ten are a request with known tokens. Every 30 s a sample is taken of the
+application's processes and of the resources that it reports. After a tenth of the time, half way and at the end the clients
+pause until no request is running, and for ``SETTLE_S`` more: these idle samples are compared.
 
-What must be at the end as at the first quiet look: named actors and placement groups, epochs, pages, sequences, requests in
-routers and doors, objects in the store, and the processes themselves; descriptors, threads and tasks but for a few
-(``soak_watch``). Of memory it is judged what a process has gained in the second half: 5 MiB at most. The bound was chosen after
-a run in which heaps grew to what the liveliest moments take (the proxy's by 20 MiB in the first 14 minutes, by 3 in the next),
-which a bound from the first look on would have to let pass; a leak goes on. One of less than about 20 MiB an hour is not seen
-in half an hour: the table has the figures.
+The last idle sample must equal the first one in named actors and placement groups, epochs, pages, sequences, requests in
+routers and ingress, objects in the store, and the processes themselves; descriptors, threads and tasks may grow slightly
+(``soak_watch``). Memory is limited to a growth of 5 MiB per process in the second half. This bound was chosen after a run in
+which heaps grew to the size of the busiest moments (the proxy's by 20 MiB in the first 14 minutes, by 3 in the next): a bound
+from the first sample on would have to permit this, while a leak continues in the second half. A leak of less than about 20 MiB
+per hour is not detected in half an hour; the table has the figures.
 """
 
 import argparse
@@ -39,52 +39,52 @@ from soak_watch import Sample, is_idle, list_leaks, quietest, slope_per_hour, ta
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
-EVERY_S = 30.0
-SHARES = (0.1, 0.45, 0.45)  # of the time, before each quiet look
-SETTLE_S = 20.0  # longer than any stream between replicas stays open that nobody needs
-QUIET_WITHIN_S = 120.0
-QUIET_LOOKS = 3
+SAMPLE_INTERVAL_S = 30.0
+SHARES = (0.1, 0.45, 0.45)  # of the time, before each idle sample
+SETTLE_S = 20.0  # longer than an abandoned stream between replicas stays open
+IDLE_TIMEOUT_S = 120.0
+NUM_IDLE_SAMPLES = 3
 SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48}
 SETTINGS |= {"slow_reader_timeout": 3.0, "max_body_bytes": MAX_BODY}
 console = Console(stderr=True, highlight=False)
 
 
-async def _quiet() -> Sample:
-    """Once nothing is on its way. Raises TimeoutError where that does not come about."""
-    give_up_at = time.monotonic() + QUIET_WITHIN_S
+async def _take_idle_sample() -> Sample:
+    """Wait until no request is running, and take a sample. Raises TimeoutError if requests remain."""
+    give_up_at = time.monotonic() + IDLE_TIMEOUT_S
     while not is_idle(held := (await asyncio.to_thread(take_sample)).held):
         if time.monotonic() > give_up_at:
-            raise TimeoutError(f"without clients it is not quiet after {QUIET_WITHIN_S:.0f} s: {held}")
+            raise TimeoutError(f"the application is not idle {IDLE_TIMEOUT_S:.0f} s after the last client: {held}")
         await asyncio.sleep(1)
     await asyncio.sleep(SETTLE_S)
-    return quietest([await asyncio.to_thread(take_sample) for _ in range(QUIET_LOOKS)])
+    return quietest([await asyncio.to_thread(take_sample) for _ in range(NUM_IDLE_SAMPLES)])
 
 
-async def _soaked(crowd: SoakLoad, rngs: list[random.Random], seconds: float, progress: Progress) -> list[Sample]:
-    """Samples while the clients are at it."""
+async def _run_load(load: SoakLoad, rngs: list[random.Random], seconds: float, progress: Progress) -> list[Sample]:
+    """Run the clients and take samples."""
     samples: list[Sample] = []
-    crowd.is_over = False
-    running = asyncio.create_task(crowd.run(rngs))
+    load.is_over = False
+    running = asyncio.create_task(load.run(rngs))
     (bar,) = progress.task_ids
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        await asyncio.wait([running], timeout=min(EVERY_S, left))
+        await asyncio.wait([running], timeout=min(SAMPLE_INTERVAL_S, left))
         if running.done():
             break
         samples.append(await asyncio.to_thread(take_sample))
-        line = _line(samples[-1], crowd)
-        progress.update(bar, advance=EVERY_S, description=line)
+        line = _line(samples[-1], load)
+        progress.update(bar, advance=SAMPLE_INTERVAL_S, description=line)
         if not console.is_terminal:
             console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True)
-    crowd.is_over = True
+    load.is_over = True
     await running
     return samples
 
 
-def _line(sample: Sample, crowd: SoakLoad) -> str:
+def _line(sample: Sample, load: SoakLoad) -> str:
     held = sample.held
     return (
-        f"{crowd.outcomes.total()} acts, {len(crowd.failed)} failed, {len(crowd.different)} different; "
+        f"{load.outcomes.total()} actions, {len(load.failed)} failed, {len(load.different)} different; "
         f"{sample.total('memory'):.0f} MiB, {sample.total('descriptors'):.0f} files, {sample.total('threads'):.0f} threads, "
         f"{held['pages']} pages, {held['sequences']} sequences"
     )
@@ -93,55 +93,55 @@ def _line(sample: Sample, crowd: SoakLoad) -> str:
 async def _soak(args: argparse.Namespace) -> dict[str, Any]:
     known = requests(random.Random(args.seed))
     url = f"http://127.0.0.1:{args.port}"
-    console.print(f"{len(known)} requests undisturbed ...")
+    console.print(f"{len(known)} requests without faulty clients ...")
     expected = await baseline_tokens(url, known, args.clients)
     metrics = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    crowd = SoakLoad(args.port, args.port + 1, metrics, known, expected)
+    load = SoakLoad(args.port, args.port + 1, metrics, known, expected)
     rngs = [random.Random(f"{args.seed}, client {number}") for number in range(args.clients)]
     began, seconds = time.monotonic(), 60 * args.minutes
-    quiet: list[Sample] = []
-    busy: list[list[Sample]] = []  # before each quiet look
+    idle: list[Sample] = []
+    busy: list[list[Sample]] = []  # before each idle sample
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task("begins", total=seconds)
+        progress.add_task("starting", total=seconds)
         for share in SHARES:
-            busy.append(await _soaked(crowd, rngs, share * seconds, progress))
-            quiet.append(await _quiet())
-            console.print(f"quiet: {quiet[-1].held}", soft_wrap=True)
-    return _ledger(crowd, quiet, busy, time.monotonic() - began)
+            busy.append(await _run_load(load, rngs, share * seconds, progress))
+            idle.append(await _take_idle_sample())
+            console.print(f"idle: {idle[-1].held}", soft_wrap=True)
+    return _ledger(load, idle, busy, time.monotonic() - began)
 
 
-def _ledger(crowd: SoakLoad, quiet: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
+def _ledger(load: SoakLoad, idle: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
     return {
         "seconds": round(seconds),
-        "acts": crowd.outcomes.total() + len(crowd.failed),
-        "outcomes": {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(crowd.outcomes.items())},
-        "failed": crowd.failed,
-        "different": crowd.different,
-        "close_calls": crowd.close_calls,
-        "held": [sample.held for sample in quiet],
-        "processes": [_process(pid, quiet, busy) for pid in quiet[-1].processes],
-        "not_back": list_leaks(*quiet),
+        "acts": load.outcomes.total() + len(load.failed),
+        "outcomes": {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(load.outcomes.items())},
+        "failed": load.failed,
+        "different": load.different,
+        "close_calls": load.close_calls,
+        "held": [sample.held for sample in idle],
+        "processes": [_process(pid, idle, busy) for pid in idle[-1].processes],
+        "not_back": list_leaks(*idle),
     }
 
 
-def _process(pid: int, quiet: list[Sample], busy: list[list[Sample]]) -> dict[str, Any]:
-    looks = [sample.processes[pid] for sample in quiet if pid in sample.processes]
+def _process(pid: int, idle: list[Sample], busy: list[list[Sample]]) -> dict[str, Any]:
+    found = [sample.processes[pid] for sample in idle if pid in sample.processes]
     return {
-        "process": looks[-1].role,
-        "mib": [round(look.memory, 1) for look in looks],
+        "process": found[-1].role,
+        "mib": [round(process.memory, 1) for process in found],
         "mib_per_hour": round(slope_per_hour(busy[-1], pid), 1),
-        "descriptors": [look.descriptors for look in looks],
-        "threads": [look.threads for look in looks],
+        "descriptors": [process.descriptors for process in found],
+        "threads": [process.threads for process in found],
         "mib_busy": [round(sample.processes[pid].memory, 1) for part in busy for sample in part if pid in sample.processes],
     }
 
 
 def _show(ledger: dict[str, Any]) -> None:
-    acts = Table("what clients did", "how it ended", "times", title=f"{ledger['acts']} acts in {ledger['seconds']} s")
+    actions = Table("action", "outcome", "times", title=f"{ledger['acts']} actions in {ledger['seconds']} s")
     for name, count in ledger["outcomes"].items():
-        acts.add_row(*name.split(": ", 1), str(count))
-    console.print(acts)
-    columns = ("process", "MiB when quiet", "MiB/h when busy", "descriptors", "threads")
+        actions.add_row(*name.split(": ", 1), str(count))
+    console.print(actions)
+    columns = ("process", "MiB when idle", "MiB/h when busy", "descriptors", "threads")
     processes = Table(*columns, title="after a tenth of the time, half way, at the end")
     for row in sorted(ledger["processes"], key=lambda row: str(row["process"])):
         cells = [", ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row.values()]
@@ -151,11 +151,11 @@ def _show(ledger: dict[str, Any]) -> None:
         console.print(f"{title}: {len(ledger[title])}", *(f"  {text}" for text in ledger[title][:10]), sep="\n", markup=False)
     kinds = Counter(text.split(":")[0] for text in ledger["failed"])
     console.print(f"by kind: {dict(kinds)}" if kinds else "", markup=False)
-    console.print("not back:", *(ledger["not_back"] or ["nothing"]), sep="\n  ", markup=False)
+    console.print("not released:", *(ledger["not_back"] or ["nothing"]), sep="\n  ", markup=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=24)

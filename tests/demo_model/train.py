@@ -1,9 +1,9 @@
-"""Train the built-in demo model: a small Mixtral on Shakespeare, with the engine's own layers.
+"""Training of the built-in demo model: a small Mixtral on Shakespeare, with the engine's own layers.
 
     python tests/demo_model/train.py --text tinyshakespeare.txt --out cluster/demo_model
 
-The last tenth of the text is held out: it is measured, never trained on and never
-used to choose anything. Needs about an hour on two cores.
+The last tenth of the text is held out: it is used for the final measurement only, not for training or for any choice. Training
+takes about an hour on two cores.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def train_tokenizer(text: str, folder: Path) -> spm.SentencePieceProcessor:
-    """Byte-pair pieces with byte fallback, as Llama's and Mistral's v1 tokenizer (newline is a byte piece)."""
+    """Train byte-pair pieces with byte fallback, as in Llama's and Mistral's v1 tokenizers (newline is a byte piece)."""
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(text.splitlines()),
         model_prefix=str(folder / "tokenizer"),
@@ -108,8 +108,8 @@ class WindowAttention:
         return out.transpose(1, 2).reshape(self.batch * self.length, -1, out.shape[-1])
 
 
-class GateWatch:
-    """Sees every gate's logits: for the balance loss and for the count of tokens per expert."""
+class GateRecorder:
+    """Records every gate's logits, for the balance loss and for the count of tokens per expert."""
 
     def __init__(self, model: StageModel) -> None:
         self.logits: list[Tensor] = []
@@ -122,7 +122,7 @@ class GateWatch:
 
 
 def balance_loss(gate_logits: list[Tensor], top_k: int) -> Tensor:
-    """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4), mean over layers; 1 is even."""
+    """Return Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4), mean over layers; 1 means even load."""
     losses = []
     for logits in gate_logits:
         chosen = F.one_hot(logits.topk(top_k, dim=-1).indices, logits.shape[-1]).float().sum(1)
@@ -144,7 +144,7 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
 
 @torch.no_grad()
 def held_out_bits_per_byte(model: StageModel, args: ModelArgs, ids: list[int], num_bytes: int) -> float:
-    """Total nats over the held-out ids in contexts of the full 2,048 positions, per byte, in bits."""
+    """Return the bits per byte over the held-out ids, in contexts of the full 2,048 positions."""
     nats = 0.0
     for first in range(0, len(ids), args.max_seq_len - 1):
         part = [BOS, *ids[first : first + args.max_seq_len - 1]]
@@ -155,7 +155,7 @@ def held_out_bits_per_byte(model: StageModel, args: ModelArgs, ids: list[int], n
 
 
 def batches(ids: list[int], starts: list[int], batch: int, seed: int) -> Iterator[Tensor]:
-    """Rows of BOS and SEQ_LEN tokens from the start of a random line."""
+    """Yield rows of BOS and SEQ_LEN tokens from the start of a random line."""
     data = torch.tensor(ids)
     good = torch.tensor([s for s in starts if s + SEQ_LEN <= len(ids)])
     generator = torch.Generator().manual_seed(seed)
@@ -181,7 +181,7 @@ def initialise(model: StageModel, args: ModelArgs) -> None:
 
 
 def train(options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: list[int], newline: int) -> None:
-    watch = GateWatch(model)
+    gates = GateRecorder(model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -196,7 +196,7 @@ def train(options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: 
         row = next(rows)
         logits = logits_of(model, row[:, :-1], args, attend, options.dropout)
         loss = F.cross_entropy(logits, row[:, 1:].reshape(-1))
-        (loss + BALANCE_LOSS_WEIGHT * balance_loss(watch.take(), int(CONFIG["num_experts_per_tok"]))).backward()
+        (loss + BALANCE_LOSS_WEIGHT * balance_loss(gates.take(), int(CONFIG["num_experts_per_tok"]))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -207,11 +207,11 @@ def train(options: argparse.Namespace, args: ModelArgs, model: StageModel, ids: 
 
 @torch.no_grad()
 def tokens_per_expert(model: StageModel, args: ModelArgs, ids: list[int]) -> list[list[int]]:
-    watch = GateWatch(model)
+    gates = GateRecorder(model)
     part = torch.tensor([[BOS, *ids[: args.max_seq_len - 1]]])
     logits_of(model, part, args, WindowAttention(1, part.shape[1], int(CONFIG["sliding_window"])), 0.0)
     top_k, experts = int(CONFIG["num_experts_per_tok"]), int(CONFIG["num_local_experts"])
-    return [torch.bincount(g.topk(top_k, dim=-1).indices.reshape(-1), minlength=experts).tolist() for g in watch.take()]
+    return [torch.bincount(g.topk(top_k, dim=-1).indices.reshape(-1), minlength=experts).tolist() for g in gates.take()]
 
 
 def save(model: StageModel, args: ModelArgs, folder: Path) -> None:
@@ -254,7 +254,7 @@ def main() -> None:
     train(options, args, model, ids, tokenizer.piece_to_id("<0x0A>"))
     minutes = (time.perf_counter() - started) / 60
     save(model, args, options.out)
-    for parameter in model.parameters():  # judge what was saved, not what was trained
+    for parameter in model.parameters():  # measure the saved weights
         parameter.data = parameter.data.to(torch.bfloat16).float()
     bits = held_out_bits_per_byte(model, args, held_out_ids, len(held_out.encode()))
     experts = tokens_per_expert(model, args, held_out_ids)
