@@ -96,7 +96,7 @@ bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are acce
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
 	$(BIN)/python tests/bench/batch.py --kills 20
 
-chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: what was lost, told twice or different, and how long streams paused
+chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: what was lost, sent twice or different, and how long streams paused
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
 
 ray-up: $(STAMP)  ## as root: ray up on three hosts with sshd (openssh-server, rsync), one of which is lost while the cluster serves
