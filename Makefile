@@ -19,13 +19,12 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests of Ray and of Ray Serve mostly wait, so they run in parallel with the others. Their output is printed at the end.
+# Tests of Ray Serve mostly wait, so all others run at the same time; their output is shown when they end.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-LANES := test-plain test-ray test-serve
-test: check  ## ruff and mypy, then all tests: without Ray, with Ray, and with Ray Serve, in parallel
-	@for lane in $(LANES); do $(MAKE) --no-print-directory $$lane > .$$lane.log 2>&1 & lanes="$$lanes $$!"; done; \
-	status=0; for lane in $$lanes; do wait $$lane || status=1; done; \
-	for lane in $(LANES); do cat .$$lane.log; done; exit $$status
+test: check  ## ruff and types, then all tests: those of Ray Serve, and at the same time those without Ray and with Ray
+	@$(MAKE) --no-print-directory --keep-going test-plain test-ray > .test-others.log 2>&1 & others=$$!; \
+	$(MAKE) --no-print-directory test-serve; served=$$?; \
+	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
 	$(PYTEST) -m "not ray"

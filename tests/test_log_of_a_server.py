@@ -88,7 +88,7 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
     (answered,) = _naming("mine/1", door)
-    assert (answered["component"], answered["status"], answered["path"]) == ("door", 200, "/v1/completions")
+    assert (answered["component"], answered["status"], answered["path"]) == ("ingress", 200, "/v1/completions")
     of_router = _naming("mine/1", router)
     assert {line["component"] for line in of_router} == {"router"}
     heard = [line["message"].partition(":")[0] for line in of_router]

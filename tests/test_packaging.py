@@ -169,6 +169,15 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(checkout: Path, wheel: Path)
         assert {f"tramontane/cluster/demo_model/{name}" for name in DEMO_FILES} <= files
 
 
+def test_a_source_distribution_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(checkout, tmp_path / "source")
+    _run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)], tmp_path)
+    (archive,) = (tmp_path / "dist").iterdir()
+    _run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(tmp_path / "wheel"), str(archive)], tmp_path)
+    (made,) = (tmp_path / "wheel").iterdir()
+    assert set(zipfile.ZipFile(made).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_a_wheel_installs_and_runs_from_anywhere(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     installed = environment.install(str(wheel))

@@ -104,7 +104,7 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
         assert outside == set()
         taken = _run(_environment(tmp_path), "--port", str(port))
         assert taken.returncode == 2
-        assert taken.stderr.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port} cannot be had")
+        assert taken.stderr.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port} is not available")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)  # once more, by somebody impatient
@@ -157,7 +157,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["--stages", "99"], "error: --stages is 99"),
         (["--model", str(tmp_path)], "error: "),
         (["--replicas", "0"], "error: --replicas is "),
-        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 cannot be had"),
+        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 is not available"),
         (["--host", ""], "error: --host is ''"),
         (["--served-model-name", ""], "error: --served-model-name is ''"),
     ):

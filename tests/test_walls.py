@@ -264,20 +264,42 @@ def package_breaches(modules: Sequence[Module]) -> list[str]:
             if packages[target] not in PACKAGES.get(packages[name], set()) | {packages[name]}:
                 found.append(f"{name} must not import {target}")
     for module in modules:
+        allowed = PACKAGES.get(module.package, set()) | {module.package}
         for line, name, typing in module.imports:
+            own = name.removeprefix("tramontane.")
+            if not typing and own in PACKAGES and "." in own and own not in allowed:  # a package as a whole
+                found.append(f"{module.name}, line {line}: {name}")
             if not typing and name.split(".")[0] in BANNED_IN_PACKAGE.get(module.package, set()):
                 found.append(f"{module.name}, line {line}: {name}")
     return found
 
 
 def private_names(source: str) -> list[str]:
-    """Private names of Ray that a module's source imports, or reaches through ``ray``, one line each."""
+    """Private names of Ray that a module's source imports, or reaches through a name that it imported, one line each."""
     tree = ast.parse(source)
     imports = _Imports()
     imports.visit(tree)
     found = [(line, name) for line, name, _ in imports.found]
-    found += [(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bound = _names_of_ray(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            found.append((node.lineno, f"{bound.get(root, root)}.{rest}"))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+            root, _, rest = ast.unparse(node.args[0]).partition(".")
+            found.append((node.lineno, f"{bound.get(root, root)}.{rest}.{node.args[1].value}"))
     return [f"line {line}: {name}" for line, name in found if _is_private(name)]
+
+
+def _names_of_ray(tree: ast.AST) -> dict[str, str]:
+    """What each imported name stands for, such as ``ray.serve.context`` for ``context``."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname: alias.name for alias in node.names if alias.asname and alias.name.split(".")[0] == "ray"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray":
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return bound
 
 
 def _is_private(name: str) -> bool:
@@ -341,6 +363,11 @@ def test_one_package_uses_private_names_of_ray() -> None:
         "from ray.core.generated.gcs_service_pb2 import CheckAliveRequest",
         "def f() -> None:\n    from ray._common.utils import import_attr",
         "import ray\nworker = ray._private.worker",
+        "import ray as r\nworker = r._private.worker",
+        "import ray.serve as s\nx = s._private",
+        "from ray import serve\nserve.context._get_global_client()",
+        "from ray.serve.handle import DeploymentHandle\nDeploymentHandle._init",
+        "import ray\nx = getattr(ray, '_private')",
         "from importlib import import_module\nx = import_module('ray.serve._private.replica')",
     ],
 )
@@ -368,6 +395,8 @@ def test_folders_and_modules_are_small() -> None:
         ("workers.device.planted", "from tramontane.workers.stage import stage_worker"),
         ("router.scheduling.planted", "from tramontane.router.engine.router import Router"),
         ("router.scheduling.planted", "def f() -> None:\n    from tramontane.router.engine.router import Router"),
+        ("router.scheduling.planted", "from tramontane.router import engine"),
+        ("cluster.actors.planted", "import tramontane.cluster.cli"),
         ("router.scheduling.planted", "import asyncio"),
         ("router.scheduling.planted", "from time import monotonic"),
         ("cluster.http.planted", "import ray.serve._private.replica"),

@@ -11,3 +11,7 @@ def main() -> None:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)  # 128 + SIGINT, as a shell reports it
     run()
+
+
+if __name__ == "__main__":
+    main()

@@ -83,22 +83,24 @@ class EngineConfig(
             config = cls(**keys)
         except ValidationError as error:
             raise ConfigError("; ".join(_format_error(problem) for problem in error.errors())) from None
-        if config.max_pipelines < config.replicas:
-            raise ConfigError(
-                f"--max-replicas is {config.max_replicas}; it must be at least --replicas, which is {config.replicas}"
-            )
-        if config.local and config.address:
+        config.check_combinations()
+        return config
+
+    def check_combinations(self) -> None:
+        """Raise ConfigError for values that are not allowed together."""
+        if self.max_pipelines < self.replicas:
+            raise ConfigError(f"--max-replicas is {self.max_replicas}; it must be at least --replicas, which is {self.replicas}")
+        if self.local and self.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
-        if config.local and config.link == "direct":
+        if self.local and self.link == "direct":
             raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
-        if config.local and config.expert_actors:
+        if self.local and self.expert_actors:
             raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
-        if config.load_format == "auto" and is_preset(config.model):
+        if self.load_format == "auto" and is_preset(self.model):
             raise ConfigError(
-                f"--model is {config.model}, a published geometry without weights; "
+                f"--model is {self.model}, a published geometry without weights; "
                 "give a checkpoint's folder, or --load-format dummy for random weights"
             )
-        return config
 
 
 PIPELINE_KEYS = keys_with(EngineConfig, defines_pipeline=True)

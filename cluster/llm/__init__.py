@@ -2,7 +2,7 @@
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.llm.offline import LLM
-from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput
+from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput, TokenLogprob
 from tramontane.proto.request import FinishReason, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams", "TokenLogprob"]

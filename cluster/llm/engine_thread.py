@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -25,10 +26,10 @@ class EngineThread:
     def __init__(self, config: EngineConfig, display: Display | None) -> None:
         self._config, self._display = config, display
         self._started: Future[Engine] = Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._main: asyncio.Task[None] | None = None
-        self._closing: asyncio.Event | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="tramontane-engine", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._main = self._loop.create_task(self._serve())  # so that ``close`` can end it at any time
+        self._thread = threading.Thread(target=self._run_loop, name="tramontane-engine", daemon=True)
         self._thread.start()
         try:
             self.engine = self._started.result()
@@ -38,7 +39,7 @@ class EngineThread:
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result:
         """Return what ``work`` returns. An exception in the waiting thread, such as Ctrl-C, cancels the work."""
-        if self._loop is None or not self._thread.is_alive():
+        if not self._thread.is_alive():
             raise PipelineError("this LLM is closed; create a new one")
         future = asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
         try:
@@ -49,28 +50,30 @@ class EngineThread:
 
     def close(self) -> None:
         """Remove the pipeline, and a cluster that was started for it. Safe to call more than once."""
-        if self._loop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._request_stop)
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # the loop was closed in this moment
+                self._loop.call_soon_threadsafe(self._request_stop)
         self._thread.join()
 
     def _request_stop(self) -> None:
         """Let a started pipeline end; cancel one that is still starting."""
-        assert self._main is not None
-        assert self._closing is not None
         self._closing.set()
         if not self._started.done() or self._started.exception() is not None:
             self._main.cancel()
 
+    def _run_loop(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_until_complete(self._main)
+
     async def _serve(self) -> None:
-        self._loop, self._main, self._closing = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
         try:
-            await self._serve_until_closed(self._closing)
+            await self._serve_until_closed()
         except asyncio.CancelledError:
             self._fail(PipelineError("the start of the pipeline was cancelled"))
         except BaseException as error:
             self._fail(error)
 
-    async def _serve_until_closed(self, closing: asyncio.Event) -> None:
+    async def _serve_until_closed(self) -> None:
         display = self._display
         report = display.report if display else lambda _: None
         try:
@@ -78,7 +81,7 @@ class EngineThread:
                 if display:
                     display.stop()
                 self._started.set_result(engine)
-                await closing.wait()
+                await self._closing.wait()
         finally:
             if display:
                 display.stop()

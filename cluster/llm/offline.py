@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
-from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput
+from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput, TokenLogprob
 from tramontane.cluster.llm.prompts import Message, Prompt, PromptEncoder
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
@@ -48,6 +48,7 @@ class LLM:
         if config is not None and (options or model is not None):
             raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
         config = config or EngineConfig.build(None, {"model": model} | options)
+        config.check_combinations()
         self.config = config.single_pipeline()
         self._progress = progress
         self._engine = EngineThread(self.config, Display(live=False) if progress else None)
@@ -120,7 +121,7 @@ class LLM:
         async def complete(engine: Engine, progress: Progress) -> list[GenerationOutput]:
             bar = progress.add_task("generating", total=len(encoded) * n)
 
-            async def complete_one(ids: tuple[int, ...], index: int) -> CompletionOutput:
+            async def complete_one(ids: tuple[int, ...], index: int) -> _Completion:
                 tokenizer = self._prompts.tokenizer
                 decoder = tokenizer.decoder(is_text_start=is_answer) if tokenizer else None
                 output = await _completion(engine, decoder, ids, replace(sampling, choice=index))
@@ -130,7 +131,7 @@ class LLM:
             async with asyncio.TaskGroup() as group:
                 tasks = [[group.create_task(complete_one(ids, index)) for index in range(n)] for ids in encoded]
             rows = zip(texts, encoded, tasks, strict=True)
-            return [GenerationOutput(text, ids, tuple(task.result() for task in row)) for text, ids, row in rows]
+            return [_to_output(text, ids, [task.result() for task in row]) for text, ids, row in rows]
 
         try:
             with _progress_bar(self._progress) as progress:
@@ -147,18 +148,32 @@ def _as_several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if several and isinstance(several[0], int) else several  # type: ignore[list-item,return-value]
 
 
+_Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...]]  # and the log-probabilities of the prompt
+
+
+def _to_output(text: str | None, prompt_ids: tuple[int, ...], completions: Sequence[_Completion]) -> GenerationOutput:
+    return GenerationOutput(text, prompt_ids, tuple(output for output, _ in completions), completions[0][1])
+
+
 async def _completion(
     engine: Engine, decoder: IncrementalDecoder | None, prompt_ids: tuple[int, ...], sampling: SamplingParams
-) -> CompletionOutput:
+) -> _Completion:
     """Generate one completion; its text is empty where the model has no tokenizer."""
     token_ids: list[int] = []
+    logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
     finish = None
     async for batch in engine.router.generate([SequenceRequest(prompt_ids, sampling)]):
         token_ids += [event.token_id for event in batch.events]
         finish = batch.events[-1].finish or finish
+        for run in batch.logprobs:
+            for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
+                logprobs[run.start + offset] = TokenLogprob(logprob, top)
     assert finish is not None
     text = "".join(map(decoder.push, token_ids)) + decoder.finish() if decoder else ""
-    return CompletionOutput(sampling.choice, text, tuple(token_ids), finish)
+    ours = [logprobs[position] for position in sorted(logprobs)]
+    num_prompt = sum(position < len(prompt_ids) for position in logprobs)
+    output = CompletionOutput(sampling.choice, text, tuple(token_ids), finish, tuple(ours[num_prompt:]))
+    return output, tuple(ours[:num_prompt])
 
 
 @contextmanager

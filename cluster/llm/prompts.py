@@ -47,6 +47,8 @@ class PromptEncoder:
     def _check_ids(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         if not ids:
             raise RequestError(f"{name} is empty")
+        if wrong := [each for each in ids if not isinstance(each, int)]:
+            raise RequestError(f"{name} has {wrong[0]!r}, which is no token id; give a text, or a list of whole numbers")
         if len(ids) >= self._max_model_len:
             raise RequestError(
                 f"{name} has {len(ids)} tokens; with a context of {self._max_model_len} positions "

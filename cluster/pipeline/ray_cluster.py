@@ -58,8 +58,10 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
                 _node_ip_address="127.0.0.1",
                 _system_config=dict(RAY_SETTINGS),
             )
-    except (RuntimeError, OSError) as error:
-        raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
+    except PipelineError:
+        raise
+    except Exception as error:  # Ray raises a bare Exception where its node does not come up in time
+        raise PipelineError(f"Ray could not be started: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
     with mute_worker_logs():
         try:
             yield

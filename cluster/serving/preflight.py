@@ -85,7 +85,9 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
     while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         if not in_use or time.monotonic() > deadline:
-            raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
+            raise ConfigError(
+                f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
+            ) from error
         if not is_reported:
             report(f"waiting for {flag} {port}, which another process still has")
         is_reported = True

@@ -58,7 +58,7 @@ def test_experts_move_while_a_stream_goes_on(tmp_path: Path, capsys: pytest.Capt
     app(["experts", "--url", URL, "--adopt", str(load)], standalone_mode=False)
     assert not outcomes, "or nothing was asked while experts moved"
     first = capsys.readouterr().out
-    assert "experts were loaded where they were not before, in 1 pipeline" in first
+    assert "experts were loaded on further actors, in 1 pipeline" in first
     assert not first.startswith("0 ")
     for each in streams:
         each.join()

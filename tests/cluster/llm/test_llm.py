@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -70,6 +72,8 @@ def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
         ([[-1]], "prompt 1 has token id -1"),
         ([[1] * 5000], "prompt 1 has 5000 tokens"),
         (["\ud800"], "not valid Unicode"),
+        ([["a", "b"]], "prompt 1 has 'a', which is no token id"),
+        ([[1.5]], "prompt 1 has 1.5, which is no token id"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused(llm: LLM, prompts: list[str], message: str) -> None:
@@ -83,6 +87,62 @@ def test_what_cannot_be_generated_from_is_refused(llm: LLM, prompts: list[str], 
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, str]]) -> None:
     with pytest.raises(RequestError, match="conversation 1"):
         llm.chat(messages)
+
+
+def test_a_prompt_may_fill_the_context_but_for_one_position() -> None:
+    with LLM(local=True, max_model_len=32, progress=False) as small:
+        [output] = small.generate([[5] * 31], GREEDY)
+        assert len(output.outputs[0].token_ids) == 1
+        with pytest.raises(RequestError, match="prompt 1 has 32 tokens"):
+            small.generate([[5] * 32], GREEDY)
+
+
+def test_logprobs_are_those_of_the_tokens(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1)
+    [output] = llm.generate("ROMEO:", sampling)
+    [completion] = output.outputs
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids) - 1
+    assert [len(each.top) for each in output.prompt_logprobs] == [1] * len(output.prompt_logprobs)
+    for token_id, each in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert each.top[0] == (token_id, each.logprob), "greedy: the token is the likeliest"
+        assert len(each.top) == 2
+    [plain] = llm.generate("ROMEO:", GREEDY)
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs) == ((), ())
+
+
+def test_a_failure_of_the_pipeline_is_raised_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_requests: object) -> None:
+        raise PipelineError("planted")
+
+    monkeypatch.setattr(llm._engine.engine.router, "generate", fail)
+    with pytest.raises(PipelineError, match="planted"):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_a_completion_whose_grammar_is_none_ends_with_an_error(llm: LLM) -> None:
+    [output] = llm.generate("ROMEO:", SamplingParams(max_tokens=4, grammar="this is no grammar"))
+    assert output.outputs[0].finish_reason is FinishReason.ERROR
+
+
+def test_an_interrupted_call_cancels_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C interrupts a thread that waits for a result."""
+    result = Future.result
+
+    def interrupted(future: "Future[object]", timeout: float | None = None) -> object:
+        monkeypatch.setattr(Future, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS * 8, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
+    scheduler = llm._engine.engine.router.scheduler
+    while scheduler.measure_load().tokens:  # bounded by pytest's own timeout
+        time.sleep(0.01)
+
+
+def test_of_a_servers_configuration_one_pipeline_is_used() -> None:
+    with LLM(config=EngineConfig(local=True, replicas=3, max_replicas=4), progress=False) as one:
+        assert one.config.max_pipelines == 1
 
 
 def test_n_is_at_least_one(llm: LLM) -> None:
@@ -108,6 +168,8 @@ def test_wrong_configurations_are_user_errors() -> None:
         LLM(config=EngineConfig(local=True), stages=2)
     with pytest.raises(ConfigError, match="no_such_key"):
         LLM(no_such_key=1)
+    with pytest.raises(ConfigError, match="--link direct"):
+        LLM(config=EngineConfig(local=True, link="direct"))
 
 
 def test_a_pipeline_that_cannot_start_raises_and_leaves_no_thread() -> None:

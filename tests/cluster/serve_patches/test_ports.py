@@ -53,12 +53,12 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
                 held.close()
 
         monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
-        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} cannot be had: .* in use"):
+        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
     assert reports == [f"waiting for --port {port}, which another process still has"]
 
 
 def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    with pytest.raises(ConfigError, match="cannot be had"):
+    with pytest.raises(ConfigError, match="is not available"):
         check_ports(EngineConfig(host="192.0.2.1"), pytest.fail)
