@@ -94,4 +94,4 @@ def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: ob
 
 def client_for(app: Starlette) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://door")
+    return httpx.AsyncClient(transport=transport, base_url="http://ingress")

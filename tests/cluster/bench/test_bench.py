@@ -222,7 +222,7 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
             writes_per_s=10**9,
         )
         door = HttpApp(config)
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://door")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://ingress")
         try:
             return await bench_online(client, WORK, LoadPattern(), RoundPlan(1, 1), BenchDisplay())
         finally:

@@ -34,7 +34,7 @@ def _look(*pipelines: dict[str, Any], now: float = ENDED_AT) -> Activity:
 
 
 def _client(handler: Handler) -> httpx.Client:
-    return httpx.Client(transport=httpx.MockTransport(handler), base_url="http://door")
+    return httpx.Client(transport=httpx.MockTransport(handler), base_url="http://ingress")
 
 
 def _saying(status: int, body: str) -> httpx.Client:
@@ -59,7 +59,7 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(first, Activity)
     assert last_seen(first) == {"app-1": 3, "a&b:2": 1}
     assert first == second == fourth
-    assert third == "--url http://door does not answer: refused"
+    assert third == "--url http://ingress does not answer: refused"
     assert asked == [[], *[[("after", "app-1:3"), ("after", "a&b:2:1")]] * 3]
 
 
@@ -77,13 +77,13 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_server_that_tells_no_activity_is_named(status: int, body: str) -> None:
-    expected = f"--url http://door answers GET /activity with HTTP {status} and no activity; is it Tramontane"
+    expected = f"--url http://ingress answers GET /activity with HTTP {status} and no activity; is it Tramontane"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         ask_activity(_saying(status, body))
 
 
 def test_a_server_that_stops_is_no_mistake_of_the_users() -> None:
-    with pytest.raises(PipelineUnavailableError, match="http://door answers GET /activity with HTTP 503; try again soon"):
+    with pytest.raises(PipelineUnavailableError, match="http://ingress answers GET /activity with HTTP 503; try again soon"):
         ask_activity(_saying(503, "{}"))
 
 
@@ -146,9 +146,9 @@ def _lines(shown: Any, width: int = 80) -> list[str]:  # noqa: ANN401 - whatever
 def test_a_frame_says_what_the_pipeline_does() -> None:
     waits = {"first_token_s": {"p50": 0.05, "p95": 1.25}}
     told = _look(pipeline_data() | {"busy": [0.83, 0.2], "tokens_per_s": 41.7} | waits)
-    [frame] = render([told], "http://door", 80, lambda: None)
+    [frame] = render([told], "http://ingress", 80, lambda: None)
     assert _lines(frame) == [
-        "http://door: 1 pipeline",
+        "http://ingress: 1 pipeline",
         "the last 10 s: ░▒▓ prompts  ▁▂▃▄▅▆▇█ decodes",
         "",
         "app-1",
@@ -160,24 +160,24 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
 
 
 def test_no_line_is_wrapped() -> None:
-    [frame] = render([_look(pipeline_data(), pipeline_data("app-2"))], "http://door", 80, lambda: None)
+    [frame] = render([_look(pipeline_data(), pipeline_data("app-2"))], "http://ingress", 80, lambda: None)
     assert len(_lines(frame)) == 2 + 2 * 6
 
 
 def test_what_is_wrong_stands_above_what_was_told_before() -> None:
     later = pipeline_data(log=log_of((*[(8, 0)] * 3, (0, 2))), after=3)
     told = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
-    first, wrong, third, last = map(_lines, render(told, "http://door", 80, lambda: None))
+    first, wrong, third, last = map(_lines, render(told, "http://ingress", 80, lambda: None))
     assert wrong == ["no answer; this is the last report", *first]
     assert third[6].count("▓") == first[6].count("▓"), "the last report is still drawn"
     assert len(third[6].replace(" ", "")) > len(first[6].replace(" ", ""))
-    assert last[0] == "http://door: no pipeline runs now"
+    assert last[0] == "http://ingress: no pipeline runs now"
 
 
 def test_experts_come_below_where_there_are_any() -> None:
     loads = iter([MeasuredLoad(((10, 10), (0, 20)), 1), MeasuredLoad(((10, 40), (0, 30)), 1), None])
     told = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
-    first, second, third = (_lines(frame) for frame in render(told, "http://door", 80, lambda: next(loads)))
+    first, second, third = (_lines(frame) for frame in render(told, "http://ingress", 80, lambda: next(loads)))
     assert "since loading: % of each layer's tokens by expert" in first
     at = second.index("the last 1 s: % of each layer's tokens by expert")
     assert second[at + 1 : at + 4] == ["layer     0     1 ", "    0   0.0 100.0*", "    1   0.0 100.0*"]
@@ -239,7 +239,7 @@ def test_json_is_a_line_for_each_look(monkeypatch: pytest.MonkeyPatch, capsys: p
     _run(monkeypatch, answer, "--json")
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == [json.loads(_activity(pipeline_data()))] * 2
-    assert err == "note: --url http://door answers GET /activity with HTTP 503; try again soon\n"
+    assert err == "note: --url http://ingress answers GET /activity with HTTP 503; try again soon\n"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, pipelines: Sequence[dict[str, Any]], *
         asked.append(request.url.params.multi_items())
         return httpx.Response(200, json={"now": BEGAN_AT + len(asked) - 1, "pipelines": list(pipelines)})
 
-    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door")
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress")
     monkeypatch.setattr(trace_command, "make_client", lambda _url, _headers: client)
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     assert cli.app(["trace", *map(str, arguments)], standalone_mode=False) is None
@@ -168,7 +168,9 @@ def test_it_asks_until_the_time_is_over_and_writes(
 def test_nothing_is_written_where_nothing_ran(refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: ANN401
     idle = httpx.MockTransport(lambda _: httpx.Response(200, json={"now": next(now), "pipelines": []}))
     now = itertools.count(1000)
-    monkeypatch.setattr(trace_command, "make_client", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://door"))
+    monkeypatch.setattr(
+        trace_command, "make_client", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://ingress")
+    )
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     file = tmp_path / "trace.json"
     assert refused("trace", "-o", file, code=1).startswith("nothing ran in these 5 s")

@@ -337,7 +337,7 @@ def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
         async with client_for(http_app_for(ScriptedSource(), keys=_keys(KEY)).app()) as client:
             client.headers.update(auth_headers(OTHER, None))
-            with pytest.raises(ConfigError, match="http://door requires another API key") as refused:
+            with pytest.raises(ConfigError, match="http://ingress requires another API key") as refused:
                 raise_if_unauthorized(client, await client.get("/v1/models"))
             assert OTHER not in str(refused.value)
             client.headers.update(auth_headers(KEY, None))

@@ -68,7 +68,7 @@ def _client(status: int, body: str) -> httpx.Client:
         assert request.url.path == "/experts"
         return httpx.Response(status, text=body)
 
-    return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door")
+    return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress")
 
 
 def _error(code: str | None, message: str = "sorry") -> str:
@@ -98,11 +98,11 @@ def test_a_server_is_asked() -> None:
 def test_a_server_that_tells_no_load_is_named(status: int, body: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)) as refused:
         fetch_load(_client(status, body))
-    assert "--url http://door" in str(refused.value)
+    assert "--url http://ingress" in str(refused.value)
 
 
 def test_a_pipeline_that_is_down_is_no_mistake_of_the_users() -> None:
-    with pytest.raises(PipelineUnavailableError, match="http://door: no pipeline can tell; try again soon"):
+    with pytest.raises(PipelineUnavailableError, match="http://ingress: no pipeline can tell; try again soon"):
         fetch_load(_client(503, _error("unavailable", "no pipeline can tell")))
 
 
@@ -224,7 +224,7 @@ def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(expert_watch, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
-    _run(monkeypatch, httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door"), "--watch")
+    _run(monkeypatch, httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress"), "--watch")
     assert capsys.readouterr().out.count("since loading") == 3, "two looks, and the last one once more"
 
 

@@ -135,7 +135,7 @@ async def _house(
     )
     door = HttpApp(config)
     app = door.app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress") as client:
         house = House(door, app, router, client)
         yield house
     running.cancel()
@@ -272,7 +272,7 @@ def test_a_stop_string_ends_the_work_too(chain: LocalStageChain, tokenizer: Toke
 def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with _house(chain, tokenizer) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://door/v1", http_client=house.client, max_retries=0)
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
             assert [model.id async for model in client.models.list()] == ["tiny"]
             plain = await client.completions.create(model="tiny", prompt="What news?", max_tokens=8, temperature=0)
             assert plain.usage is not None
@@ -304,7 +304,7 @@ def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer:
 
     async def scenario() -> None:
         async with _house(chain, tokenizer) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://door/v1", http_client=house.client, max_retries=0)
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
             asked: dict[str, Any] = {
                 "model": "tiny",
                 "prompt": [list(ids) for ids in prompts],
@@ -699,7 +699,7 @@ def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalSta
 def test_openais_own_client_raises_what_ends_a_stream(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with _house(chain, tokenizer, _fails_at(3)) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://door/v1", http_client=house.client, max_retries=0)
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
             stream = await client.completions.create(model="tiny", prompt="a", max_tokens=8, stream=True)
             with pytest.raises(openai.APIError, match="stage 1 died"):
                 async for _ in stream:
@@ -718,7 +718,7 @@ def test_a_defect_is_a_status_without_its_insides(
         async with _house(chain, tokenizer) as house:
             monkeypatch.setattr(house.router, "generate", defect)
             transport = httpx.ASGITransport(house.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
                 response = await client.post("/v1/completions", json=GREEDY)
             assert response.status_code == 500
             assert "secret" not in check_error(response.content)["message"]

@@ -32,7 +32,7 @@ def place(tmp_path: Path) -> Iterator[BatchHarness]:
 
 def _http(service: BatchService) -> httpx.AsyncClient:
     app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://door")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://ingress")
 
 
 async def _uploaded(http: httpx.AsyncClient, text: bytes) -> str:
@@ -48,7 +48,7 @@ def test_the_official_client_lists_more_batches_than_a_page_has(place: BatchHarn
         service = place.service()
         made = [(await service.submit(pieces(request("a", 1)), JobOptions())).job_id for _ in range(102)]
         async with _http(service) as http:
-            client = openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0)
+            client = openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0)
             assert [each.id async for each in client.batches.list(limit=100)] == made[::-1]
         assert len(await service.list(1000)) == 100, "over gRPC a page has no more"
 

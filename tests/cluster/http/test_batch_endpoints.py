@@ -78,8 +78,8 @@ async def _house(place: BatchHarness, keep_s: float | None) -> AsyncIterator[Hou
     service = place.service(keep_s=keep_s)
     guard = Middleware(AuthMiddleware, keys=ApiKeys(), sends_id=True)
     app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
-    async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress")
+    async with http, openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0) as client:
         yield House(place, service, http, client)
 
 

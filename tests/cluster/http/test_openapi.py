@@ -251,4 +251,4 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert len(asset.content) > 100_000
     assert _get("/docs/other.js").status_code == 404
     slash = _get("/docs/")
-    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://door/docs")
+    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://ingress/docs")

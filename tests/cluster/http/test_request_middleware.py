@@ -115,7 +115,7 @@ def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, 
         (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
         app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
         transport = httpx.ASGITransport(app, root_path=root)
-        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
             response = await client.get(root + path)
             assert response.status_code == (200 if passes else 404)
             if not passes:

@@ -55,7 +55,7 @@ def test_nothing_else_is_open(path: str) -> None:
 
 def test_a_slash_leads_to_the_page() -> None:
     slash = _get("/ui/")
-    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://door/ui")
+    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://ingress/ui")
 
 
 def test_all_that_a_file_names_is_there_and_small() -> None:

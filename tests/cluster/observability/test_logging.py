@@ -116,7 +116,7 @@ async def _asked(*ids: str) -> list[int]:
 
     routes = [Route("/health", answer), Route("/here", answer)]
     door = AuthMiddleware(Starlette(routes=routes), ApiKeys(), sends_id=True)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://ingress") as client:
         paths = ["/here", "/nowhere", "/health"]
         return [(await client.get(path, headers={"x-request-id": own})).status_code for own, path in zip(ids, paths, strict=True)]
 

@@ -53,7 +53,7 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
         service = SingleNodeBatchService(job_settings(config), machines, lambda: now)
         app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
             form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
             file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
             order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
