@@ -608,9 +608,9 @@ class VanishingDoors(FailingIngresses):
         self.dead: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        number = self.num_asked
+        number = self.num_calls
         if number < len(self._lives) and self._lives[number] == 0:  # it does not even hear of the request
-            self.num_asked += 1
+            self.num_calls += 1
             self.dead.add(str(number))
         else:
             await NodeAnnouncer(super().__call__, str(number), MARK)(scope, receive, send)
@@ -636,7 +636,7 @@ def test_an_answer_survives_doors_whose_nodes_vanish(
         client = await post_json(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.is_answered
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
-        assert doors.num_asked == 1 + len(lives)
+        assert doors.num_calls == 1 + len(lives)
 
     asyncio.run(scenario())
 
@@ -682,7 +682,7 @@ def test_nodes_that_vanish_are_no_sign_against_an_answer() -> None:
         doors = VanishingDoors(http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives)
         client = await post_json(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.status == 200
-        assert doors.num_asked == 1 + len(lives)
+        assert doors.num_calls == 1 + len(lives)
 
     asyncio.run(scenario())
 
