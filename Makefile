@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-plain test-ray test-serve quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
+.PHONY: demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,21 +19,26 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests of Ray Serve mostly wait, so all others run at the same time; their output is shown when they end.
+# Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Ray's
+# workers run at nice 15: computing tests in front of them would starve them.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-test: check  ## ruff and types, then all tests: those of Ray Serve, and at the same time those without Ray and with Ray
-	@$(MAKE) --no-print-directory --keep-going test-plain test-ray > .test-others.log 2>&1 & others=$$!; \
+OTHERS = test-plain test-serve-command test-ray
+test: check  ## ruff and types, then all tests: those of a server in process, and at the same time those without Ray and of commands
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory test-serve; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	$(PYTEST) -m "not ray"
+	nice -n 15 $(PYTEST) -m "not ray"
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve"
 
 test-serve: $(STAMP)
-	$(PYTEST) -m serve
+	$(PYTEST) -m serve tests/cluster
+
+test-serve-command: $(STAMP)
+	$(PYTEST) -m serve --ignore=tests/cluster
 
 ROOM ?= proto workers router cluster
 quick: check  ## ruff, mypy, and the tests of one room without Ray: make quick ROOM=router
@@ -52,6 +57,9 @@ types: $(STAMP)  # mypy needs the rooms under the names of their imports
 
 proto: $(STAMP)  ## the stubs of proto/inference.proto, generated again
 	$(BIN)/python tests/support/stubs.py
+
+mutants: $(STAMP)  ## small faults in the code, one at a time: which of them the tests do not notice
+	$(BIN)/python tests/mutation.py
 
 bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and with several
 	$(BIN)/python tests/bench/overlap.py

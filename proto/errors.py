@@ -19,6 +19,7 @@
     |       +-- FileTooLargeError
     +-- OverloadedError
     |   +-- QueueFullError
+    |   +-- QuotaExceededError
     +-- DrainingError
     +-- DeadlineExceededError
     +-- ConnectionLostError
@@ -38,6 +39,8 @@
 A ``UserError`` says what was wrong and what to do about it. The command line prints it as one line and exits with
 code 2. Broken internal invariants are assertions, not members of this tree.
 """
+
+DEFECT = "the server has a defect; see its log"  # for clients, of errors that are not in this tree
 
 
 class TramontaneError(Exception):
@@ -134,6 +137,10 @@ class OverloadedError(TramontaneError):
 
 class QueueFullError(OverloadedError):
     """The waiting queue has no room for even the smallest request of this client."""
+
+
+class QuotaExceededError(OverloadedError):
+    """A client has stored as much as it may; it has to delete something, or wait until something expires."""
 
 
 class DrainingError(TramontaneError):

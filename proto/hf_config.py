@@ -13,11 +13,7 @@ SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM"
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Translate a configuration into ``ModelArgs``.
-
-    Raises:
-        CheckpointError: naming ``source``, if a value is missing, malformed or not supported.
-    """
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported."""
     with checkpoint_errors(source):
         return _translate(config, source)
 

@@ -1,6 +1,6 @@
 """The vocabulary of batch jobs: what a job is, and what a server can be asked about jobs."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -52,26 +52,23 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class ResultLine:
-    """The result of one input line. ``offset`` counts the results of a job from 0, in the order in which they are returned.
+    """The result of one input line."""
 
-    ``line`` is the number of the line, from 1. ``body`` is a JSON object: the answer, or OpenAI's error object if ``is_error``.
-    """
-
-    offset: int
-    line: int
+    offset: int  # counts the results of a job from 0, in the order in which they are returned
+    line: int  # its number, from 1
     custom_id: str
     is_error: bool
-    body: str
+    body: str  # a JSON object: the answer, or OpenAI's error object
 
 
 class JobService(Protocol):
-    """Stores jobs and guarantees that every accepted line ends exactly once."""
+    """The jobs of one tenant: stores them, and guarantees that every accepted line ends exactly once."""
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """Store the pieces of a JSONL text, cut anywhere; the job is accepted once this returns.
 
-        A submission that is repeated with its ``request_key`` is the same job, and its lines are not read again; with other
-        options it is refused.
+        A submission that is repeated with its ``request_key`` is the same job; with other lines or other options it is
+        refused.
 
         Raises RequestError if there are too many lines or none, OverloadedError if there are too many jobs.
         """
@@ -93,10 +90,10 @@ class JobService(Protocol):
         """Cancel a job; one that has ended does not change. Raises UnknownJobError."""
         ...
 
-    def watch(self, job_id: str) -> AsyncIterator[Job]:
+    def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
         """Yield the job now and after every change, until it has ended. Raises UnknownJobError."""
         ...
 
-    def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
+    def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
         """Yield every result from ``offset`` on, until the job has ended. Raises UnknownJobError."""
         ...

@@ -21,11 +21,7 @@ UNSUPPORTED_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_h
 
 
 def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
-    """Translate parameters into ``ModelArgs``.
-
-    Raises:
-        CheckpointError: naming ``source``, if a value is missing, malformed or not supported.
-    """
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported."""
     with checkpoint_errors(source):
         _check_supported(params, source)
         return _translate(params, source)

@@ -39,23 +39,14 @@ class MoeArgs:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3).
+    """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3)."""
 
-    Attributes:
-        factor: how many times longer the context is than ``original_max_seq_len``.
-        original_max_seq_len: the context of pretraining.
-        beta_fast: pairs of elements that rotate more often than this within the original context keep their frequency.
-        beta_slow: pairs that rotate less often are slowed down by ``factor``; between the two is a linear ramp.
-        attention_factor: multiplies keys and queries.
-        llama4_beta: queries past the original context are multiplied by
-            1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)); 0 leaves them unchanged.
-    """
-
-    factor: float
-    original_max_seq_len: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
+    factor: float  # how many times longer the context is than ``original_max_seq_len``
+    original_max_seq_len: int  # the context of pretraining
+    beta_fast: float = 32.0  # pairs of elements that rotate more often than this within it keep their frequency
+    beta_slow: float = 1.0  # pairs that rotate less often are slowed down by ``factor``; between the two is a linear ramp
+    attention_factor: float = 1.0  # multiplies keys and queries
+    # Queries past the original context are multiplied by 1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)).
     llama4_beta: float = 0.0
 
     def __post_init__(self) -> None:
@@ -68,11 +59,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Geometry of one model.
-
-    ``windows`` has one entry per *global* layer: how many positions a token sees in that layer, itself included,
-    or None for all of them. Raises InvalidModelConfigError if the numbers describe no model.
-    """
+    """Geometry of one model. Raises InvalidModelConfigError if the numbers describe no model."""
 
     dim: int
     n_layers: int
@@ -84,7 +71,7 @@ class ModelArgs:
     vocab_size: int
     rope_theta: float
     max_seq_len: int
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of each *global* layer: how many positions a token sees, itself included; None: all
     moe: MoeArgs | None = None
     tied_embeddings: bool = False
     dtype: str = "bfloat16"

@@ -53,11 +53,7 @@ def detect_layout(folder: Path) -> Layout:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Read the configuration of a folder.
-
-    Raises:
-        CheckpointError: naming the file, if something is missing, malformed or not supported.
-    """
+    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
     layout = detect_layout(folder)
     path = folder / layout.value
     if layout is Layout.MISTRAL:
@@ -96,11 +92,7 @@ def _prefers_mistral_layout(folder: Path) -> bool:
     """
     params = _json_object(folder / Layout.MISTRAL.value)
     has_pattern = isinstance(params.get("sliding_window") or params.get("_sliding_window"), list)
-    return has_pattern or not _has_hf_weights(folder)
-
-
-def _has_hf_weights(folder: Path) -> bool:
-    return any(path.name.startswith("model") for path in folder.glob("*.safetensors*"))
+    return has_pattern or not any(path.name.startswith("model") for path in folder.glob("*.safetensors*"))
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -18,17 +18,11 @@ Link = Literal["object-store", "direct"]  # how hidden states travel from stage 
 
 @dataclass(frozen=True, slots=True)
 class WindowClass:
-    """Layers that have the same attention window. They share page ids: an id means the same rows in each of these layers.
+    """Layers that have the same attention window. They share page ids: an id means the same rows in each of these layers."""
 
-    Attributes:
-        window: how many positions a token sees, itself included, or None for all of them.
-        ring_pages: entries of a sequence's page ring (see ``ring_pages``).
-        num_pages: pages in the pool, the same in all stages.
-    """
-
-    window: int | None
-    ring_pages: int
-    num_pages: int
+    window: int | None  # how many positions a token sees, itself included, or None for all of them
+    ring_pages: int  # entries of a sequence's page ring (see ``ring_pages``)
+    num_pages: int  # in the pool, the same in all stages
 
     def pages_for(self, num_positions: int, page_size: int) -> int:
         """Return how many pages a sequence of ``num_positions`` cached positions holds."""
@@ -92,18 +86,13 @@ class ExpertActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Placement of every expert on one or several actors. An expert on several has *replicas*, of which a call needs one.
-
-    Attributes:
-        replicas: how many replicas of every expert the user asked for; None: only the busiest experts are replicated.
-        expert_bytes: bytes of one expert.
-    """
+    """Placement of every expert on one or several actors. An expert on several has *replicas*, of which a call needs one."""
 
     args: ModelArgs
     dtype: str
     quantize: Quantization | None
-    replicas: int | None
-    expert_bytes: int
+    replicas: int | None  # of every expert, as the user asked; None: only the busiest experts are replicated
+    expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
@@ -132,26 +121,19 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Everything that one stage needs to know.
-
-    Attributes:
-        first_layer: global number of its first layer.
-        last_layer: global number after its last layer.
-        dtype: of activations and cache, and of weights that are not quantized.
-        experts_inside: whether the stage holds the experts of its layers; else expert actors hold them.
-    """
+    """Everything that one stage needs to know."""
 
     args: ModelArgs
     stage_id: int
     num_stages: int
-    first_layer: int
-    last_layer: int
-    dtype: str
+    first_layer: int  # global number
+    last_layer: int  # global number after its last layer
+    dtype: str  # of activations and cache, and of weights that are not quantized
     quantize: Quantization | None
     cache: CachePlan
     max_num_seqs: int
     weight_bytes: int
-    experts_inside: bool = True
+    experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
 
     @property
     def layers(self) -> range:
@@ -183,14 +165,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The stages of one pipeline, and its experts if they are outside the stages.
-
-    ``max_concurrent_stages``: for how many stages there are processors at the same time.
-    """
+    """The stages of one pipeline, and its experts if they are outside the stages."""
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
-    max_concurrent_stages: int
+    max_concurrent_stages: int  # for which there are processors at the same time
     experts: ExpertPlan | None = None
 
     @property

@@ -14,23 +14,16 @@ class TokenSource(Protocol):
         """Yield the tokens of all sequences of one request until every one has finished.
 
         Each item holds everything that became ready since the previous one. Closing the generator aborts the
-        unfinished sequences.
-
-        Raises:
-            RequestError: before the first token, if the request cannot be accepted.
-            OverloadedError: before the first token, if the queue is full.
-            PipelineError: at any time.
+        unfinished sequences. Raises RequestError if the request cannot be accepted or OverloadedError if the queue is
+        full, both before the first token, and PipelineError at any time.
         """
         ...
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Raise if a request of so many sequences would certainly be refused now, by what is known without a remote call.
 
-        An ingress calls this before it tokenizes.
-
-        Raises:
-            OverloadedError: if the queue is full.
-            DrainingError: if the server is about to stop.
+        An ingress calls this before it tokenizes. Raises OverloadedError if the queue is full, DrainingError if the server
+        is about to stop.
         """
         ...
 

@@ -56,7 +56,7 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
 def preset(name: str) -> ModelArgs:
     """Return the geometry of that name. Raises ConfigError, with the known names, if there is none."""
     if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+        raise ConfigError(f"{name!r} is no published geometry; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -1,6 +1,8 @@
-"""Requests and their output: the sequences that a client asks for, and the tokens that come back."""
+"""Requests and their output: the sequences that a client asks for, and the tokens that come back; requests in logs."""
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -12,7 +14,17 @@ REPETITION_PENALTIES = (0.01, 100.0)
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+_RANGES = {  # of sampling parameters with no other condition
+    "min_p": (0, 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": REPETITION_PENALTIES,
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
 NUM_PRIORITIES = 10
+REQUEST_ID_HEADER = b"x-request-id"
+REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
 
 class FinishReason(StrEnum):
@@ -22,6 +34,13 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client left
     ERROR = "error"  # of this sequence alone: its grammar cannot be followed
+
+
+class Identity(NamedTuple):
+    """Who sends a request, by its API key."""
+
+    owner: int = 0  # a number for sharing slots, which changes with the set of keys; 0 if there are not several
+    tenant: str = ""  # the key's digest, to which batch jobs and files belong; empty without keys
 
 
 # ---- from the client
@@ -86,22 +105,15 @@ class SamplingParams:
             raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number of 31 bits")
         if not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is {self.max_tokens}")
-        self._check_logit_changes()
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise RequestError(f"{name} is {value}; it must be from 0 to {MAX_LOGPROBS}")
+        self._check_ranges()
 
-    def _check_logit_changes(self) -> None:
-        for name, value in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
-            if not -MAX_PENALTY <= value <= MAX_PENALTY:
-                raise RequestError(f"{name} is {value}; it must be from {-MAX_PENALTY} to {MAX_PENALTY}")
-        low, high = REPETITION_PENALTIES
-        if not low <= self.repetition_penalty <= high:
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}; it must be from {low} to {high}")
+    def _check_ranges(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name} is {value}; it must be from {low} to {high}")
         if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} tokens; there may be at most {MAX_BIASES}")
         for token_id, bias in self.logit_bias:
@@ -121,24 +133,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for an unknown priority.
-
-    Attributes:
-        priority: 0 is interactive, 1 is batch work; the higher, the less urgent.
-        output_ids: tokens that a router which was lost since has already returned; the sequence continues after them.
-        owner: number that stands for the client's API key, for fair queueing between keys.
-        already_admitted: a router or ingress that was lost since had accepted the request, so it is not refused for lack
-            of capacity.
-        request_id: name of the request in logs, also in those of the stages.
-    """
+    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for an unknown priority."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0
-    output_ids: tuple[int, ...] = ()
-    owner: int = 0
-    already_admitted: bool = False
-    request_id: str = ""
+    priority: int = 0  # 0 is interactive, 1 is batch work; the higher, the less urgent
+    output_ids: tuple[int, ...] = ()  # returned by a router that was lost since; the sequence continues after them
+    owner: int = 0  # stands for the client's API key, for fair queueing between keys
+    already_admitted: bool = False  # by a router or ingress that was lost since: not to be refused for lack of capacity
+    request_id: str = ""  # name of the request in logs, also in those of the stages
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:
@@ -149,12 +152,9 @@ class SequenceRequest:
 
 
 class TokenEvent(NamedTuple):
-    """One token of one sequence, and the finish reason if it is the last.
+    """One token of one sequence, and the finish reason if it is the last."""
 
-    ``seq_id`` is the router's own number inside the router, and the index within the request in a ``RequestOutput``.
-    """
-
-    seq_id: int
+    seq_id: int  # the router's own number inside the router, the index within the request in a ``RequestOutput``
     token_id: int
     finish: FinishReason | None = None
 
@@ -162,55 +162,44 @@ class TokenEvent(NamedTuple):
 class ExpertChoices(NamedTuple):
     """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of highest weight first.
 
-    ``start`` is the position of the first of these tokens, ``seq_id`` is as in ``TokenEvent``. The last token of a
-    sequence never enters the model, so it has no experts.
+    The last token of a sequence never enters the model, so it has no experts.
     """
 
-    seq_id: int
+    seq_id: int  # as in ``TokenEvent``
     layer: int
-    start: int
+    start: int  # position of the first of these tokens
     expert_ids: tuple[tuple[int, ...], ...]
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by the model's distribution.
+    """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by the model's distribution."""
 
-    ``start`` is the position of the first of these tokens, never 0. ``top`` has, for each, the requested number of likeliest
-    tokens at its position, the likeliest first: (token id, log-probability). ``seq_id`` is as in ``TokenEvent``.
-    """
-
-    seq_id: int
-    start: int
+    seq_id: int  # as in ``TokenEvent``
+    start: int  # position of the first of these tokens, never 0
     logprobs: tuple[float, ...]
+    # For each token, the requested number of likeliest ones at its position, the likeliest first: (token id, log-probability).
     top: tuple[tuple[tuple[int, float], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Time that a request has spent inside the router, in seconds.
+    """Time that a request has spent inside the router, in seconds."""
 
-    queue: until its first chunk was submitted; prefill: from there to its first token; decode: from there to its last.
-    """
-
-    queue_s: float
-    prefill_s: float
-    decode_s: float
+    queue_s: float  # until its first chunk was submitted
+    prefill_s: float  # from there to its first token
+    decode_s: float  # from there to its last
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Tokens of one request that were ready together, and its times so far.
-
-    Attributes:
-        experts: for sequences that ask for them, the choices not yet returned of all tokens before the last one in
-            ``events``; in the order of positions, and never without an event of the same sequence.
-        logprobs: likewise, of all tokens up to the last one in ``events``.
-    """
+    """Tokens of one request that were ready together, and its times so far."""
 
     events: tuple[TokenEvent, ...]
     times: RequestTimings
+    # For sequences that ask for them, the choices not yet returned of all tokens before the last one in ``events``; in the
+    # order of positions, and never without an event of the same sequence.
     experts: tuple[ExpertChoices, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
 
     @classmethod
     def merge(cls, outputs: "list[RequestOutput]") -> "RequestOutput":
@@ -223,3 +212,28 @@ class RequestOutput:
             tuple(choices for output in outputs for choices in output.experts),
             tuple(logprobs for output in outputs for logprobs in output.logprobs),
         )
+
+
+# ---- in logs: fields of a record besides its message, for ``extra=``; the JSON format writes them as fields of their own
+
+
+def request_fields(request_id: str, **more: object) -> dict[str, object]:
+    """Return the fields of a record about one request. An empty id means that no client made the request."""
+    return {"request_id": request_id, **more} if request_id else more
+
+
+def requests_fields(request_ids: Iterable[str]) -> dict[str, list[str]]:
+    """Return the fields of a record about several requests, each named once."""
+    unique_ids = _unique(request_ids)
+    return {"request_ids": unique_ids} if unique_ids else {}
+
+
+def format_request_ids(request_ids: Iterable[str], max_shown: int = 8) -> str:
+    """Format ids for a message: ``a, b and 3 more``; empty if there is no id."""
+    unique_ids = _unique(request_ids)
+    more = f" and {len(unique_ids) - max_shown} more" if len(unique_ids) > max_shown else ""
+    return ", ".join(unique_ids[:max_shown]) + more
+
+
+def _unique(request_ids: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, request_ids)))

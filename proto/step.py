@@ -14,26 +14,16 @@ from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, Samp
 
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be computed again.
-
-    Attributes:
-        start: absolute position of the first token. A chunk at position 0 begins its sequence.
-        new_pages: one tuple per window class, appended to the sequence's page ring.
-        sampling: parameters of the sequence, in its first chunk only.
-        needs_sample: whether a token is sampled from the logits of the last token.
-        num_prompt: how many of the sequence's tokens are its prompt, in its first chunk only. The tokens after them are
-            output, which a preempted sequence computes again.
-        request_id: for logs, in the first chunk only.
-    """
+    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be computed again."""
 
     seq_id: int
-    start: int
+    start: int  # absolute position of the first token; a chunk at position 0 begins its sequence
     token_ids: tuple[int, ...]
-    new_pages: tuple[tuple[int, ...], ...]
-    sampling: SamplingParams | None
-    needs_sample: bool
-    num_prompt: int = 0
-    request_id: str = ""
+    new_pages: tuple[tuple[int, ...], ...]  # one tuple per window class, appended to the sequence's page ring
+    sampling: SamplingParams | None  # in the first chunk only
+    needs_sample: bool  # whether a token is sampled from the logits of the last token
+    num_prompt: int = 0  # in the first chunk only; known tokens after them are output, which a preempted sequence computes again
+    request_id: str = ""  # for logs, in the first chunk only
 
     @property
     def num_tokens(self) -> int:
@@ -42,14 +32,12 @@ class Chunk(NamedTuple):
 
 
 class DecodeColumns(NamedTuple):
-    """One token of each of several sequences, all of which need a sample: columns of equal length.
-
-    ``new_pages`` has entries (index into the columns, pages per window class) for the few sequences that gained pages.
-    """
+    """One token of each of several sequences, all of which need a sample: columns of equal length."""
 
     seq_ids: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
+    # Only for the few sequences that gained pages: (index into the columns, pages per window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
@@ -61,17 +49,12 @@ class MicroBatch:
     """Tokens of different sequences that travel together, packed into one row without padding.
 
     The row has chunks of several tokens first, then chunks of one token, then decodes.
-
-    Attributes:
-        epoch: number of the fence after which the step was made; stages refuse others.
-        step_id: counts from 0 within an epoch.
-        freed_seq_ids: sequences that ended since the previous step; stages forget them before they run the others.
     """
 
-    epoch: int
-    step_id: int
+    epoch: int  # number of the fence after which the step was made; stages refuse others
+    step_id: int  # counts from 0 within an epoch
     chunks: tuple[Chunk, ...]
-    freed_seq_ids: tuple[int, ...] = ()
+    freed_seq_ids: tuple[int, ...] = ()  # ended since the previous step; stages forget them before they run the others
     decodes: DecodeColumns = NO_DECODES
 
     @property
@@ -109,25 +92,16 @@ class ExpertUsage(NamedTuple):
 
 
 class StageTiming(NamedTuple):
-    """Work of one stage for one micro-batch, by the stage's own clock.
-
-    Attributes:
-        started_at: seconds since 1970.
-        busy_s: time in which the stage computed.
-        elapsed_s: time from start to end, longer than ``busy_s`` if expert actors run the experts.
-        expert_wait_s: time in which expert actors had rows of this micro-batch that they had not returned.
-        experts_busy_s: computing time of the busiest expert actor of each layer, summed over the layers.
-        experts: work of each expert actor.
-    """
+    """Work of one stage for one micro-batch, by the stage's own clock."""
 
     stage_id: int
-    started_at: float
-    busy_s: float
+    started_at: float  # seconds since 1970
+    busy_s: float  # in which the stage computed
     num_tokens: int
-    elapsed_s: float = 0.0
-    expert_wait_s: float = 0.0
-    experts_busy_s: float = 0.0
-    experts: tuple[ExpertTiming, ...] = ()
+    elapsed_s: float = 0.0  # from start to end, longer than ``busy_s`` if expert actors run the experts
+    expert_wait_s: float = 0.0  # in which expert actors had rows of this micro-batch that they had not returned
+    experts_busy_s: float = 0.0  # computing time of the busiest expert actor of each layer, summed over the layers
+    experts: tuple[ExpertTiming, ...] = ()  # of each expert actor
 
     @property
     def ended_at(self) -> float:
@@ -141,19 +115,12 @@ class StepResult:
 
     On the direct link every stage returns its own result: its own timing and expert choices, and the rest only from the
     last stage. On the object store the last stage returns one result for all.
-
-    Attributes:
-        token_ids: one token for each of the micro-batch's ``sampled_seq_ids``.
-        timings: one per stage that the micro-batch has passed.
-        expert_choices: of the layers and sequences that asked for them.
-        logprobs: of prompts and of ``token_ids``, for the sequences that asked for them.
-        finished: sequences that end with their token for a reason that the token does not show, and the reason.
     """
 
     epoch: int
     step_id: int
-    token_ids: tuple[int, ...]
-    timings: tuple[StageTiming, ...]
-    expert_choices: tuple[ExpertChoices, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    finished: tuple[tuple[int, FinishReason], ...] = ()
+    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``
+    timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
+    expert_choices: tuple[ExpertChoices, ...] = ()  # of the layers and sequences that asked for them
+    logprobs: tuple[Logprobs, ...] = ()  # of prompts and of ``token_ids``, for the sequences that asked for them
+    finished: tuple[tuple[int, FinishReason], ...] = ()  # (sequence, why it ends), where its token does not show it

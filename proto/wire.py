@@ -9,18 +9,7 @@ from typing import Any
 
 import msgpack
 
-from tramontane.proto.errors import (
-    ModelMismatchError,
-    OverloadedError,
-    PipelineError,
-    PipelineSupersededError,
-    PipelineUnavailableError,
-    PoisonRequestError,
-    QueueFullError,
-    RequestError,
-    StreamNotOpenError,
-    TramontaneError,
-)
+from tramontane.proto import errors
 from tramontane.proto.plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
@@ -39,16 +28,16 @@ _INGRESS_ROUTER_TYPES = (SequenceRequest, SamplingParams, RequestOutput, Request
 PROTOCOL_HASH = f"{zlib.crc32(repr([str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES]).encode()):08x}"
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
-ERROR_KINDS: dict[str, type[TramontaneError]] = {
-    "poison": PoisonRequestError,
-    "request": RequestError,
-    "full": QueueFullError,
-    "overloaded": OverloadedError,
-    "no stream": StreamNotOpenError,
-    "handed over": PipelineSupersededError,
-    "other model": ModelMismatchError,
-    "not running": PipelineUnavailableError,
-    "failure": PipelineError,
+ERROR_KINDS: dict[str, type[errors.TramontaneError]] = {
+    "poison": errors.PoisonRequestError,
+    "request": errors.RequestError,
+    "full": errors.QueueFullError,
+    "overloaded": errors.OverloadedError,
+    "no stream": errors.StreamNotOpenError,
+    "handed over": errors.PipelineSupersededError,
+    "other model": errors.ModelMismatchError,
+    "not running": errors.PipelineUnavailableError,
+    "failure": errors.PipelineError,
 }
 
 
@@ -132,43 +121,44 @@ def decode_specs(data: bytes) -> tuple[SequenceRequest, ...]:
     return tuple(SequenceRequest(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
 
 
-def encode_outputs(outputs: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> bytes:
+def encode_outputs(outputs: Sequence[tuple[int, RequestOutput | errors.TramontaneError]]) -> bytes:
     """Encode the outputs, or errors, of several requests by their numbers: one message for all that was ready."""
     return _pack([(number, _output_fields(output)) for number, output in outputs])
 
 
-def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | TramontaneError]]:
+def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.TramontaneError]]:
     """Decode the outputs, or errors, of several requests."""
     return [(number, _output(*fields)) for number, fields in _unpack(data)]
 
 
-def encode_error(error: TramontaneError, replica: str) -> bytes:
+def encode_error(error: errors.TramontaneError, replica: str) -> bytes:
     """Encode why a request was refused or failed, and the name of the router replica."""
-    return _pack((_error_kind(error), str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
+    retry_after_s = error.retry_after_s if isinstance(error, errors.OverloadedError) else 0
+    return _pack((_error_kind(error), str(error), retry_after_s, replica))
 
 
-def decode_error(data: bytes) -> tuple[TramontaneError, str]:
+def decode_error(data: bytes) -> tuple[errors.TramontaneError, str]:
     """Decode an error and the name of the router replica."""
     kind, message, retry_after_s, replica = _unpack(data)
     cls = ERROR_KINDS[kind]
-    return cls(message, retry_after_s) if issubclass(cls, OverloadedError) else cls(message), replica
+    return cls(message, retry_after_s) if issubclass(cls, errors.OverloadedError) else cls(message), replica
 
 
 # ---- fields
 
 
-def _error_kind(error: TramontaneError) -> str:
+def _error_kind(error: errors.TramontaneError) -> str:
     return next(name for name, cls in ERROR_KINDS.items() if isinstance(error, cls))
 
 
-def _output_fields(output: RequestOutput | TramontaneError) -> Any:  # noqa: ANN401
-    if isinstance(output, TramontaneError):
+def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:  # noqa: ANN401
+    if isinstance(output, errors.TramontaneError):
         return _error_kind(output), str(output)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in output.events]
     return events, (output.times.queue_s, output.times.prefill_s, output.times.decode_s), output.experts, output.logprobs
 
 
-def _output(*fields: Any) -> RequestOutput | TramontaneError:  # noqa: ANN401
+def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: ANN401
     if isinstance(fields[0], str):
         kind, message = fields
         return ERROR_KINDS[kind](message)

@@ -1,10 +1,11 @@
-"""No test starts a Ray cluster by accident: the ones that need it ask for a fixture."""
+"""No test starts a Ray cluster by accident: the ones that need it use a fixture."""
 
 import logging
 import os
 from collections.abc import Generator, Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let a second run of tests starve the workers
 
 import pytest
 import ray

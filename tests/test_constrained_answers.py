@@ -20,8 +20,7 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.structured.fields import ResponseFormat
-from tramontane.router.structured.grammar import build_grammar
+from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 NUM_SCHEMAS, MAX_TOKENS = 200, 64
@@ -43,11 +42,11 @@ async def _answers(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence
     """The tokens of each, and why it ended; afterwards every page must be free."""
     router = Router(scheduler, chain)
     running = asyncio.create_task(router.run())
-    told: list[list[int]] = [[] for _ in specs]
+    reported: list[list[int]] = [[] for _ in specs]
     reasons: dict[int, FinishReason] = {}
     async for batch in router.generate(specs):
         for event in batch.events:
-            told[event.seq_id].append(event.token_id)
+            reported[event.seq_id].append(event.token_id)
             if event.finish:
                 reasons[event.seq_id] = event.finish
     scheduler.check_integrity()
@@ -55,7 +54,7 @@ async def _answers(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    return [(tuple(ids), reasons[index]) for index, ids in enumerate(told)]
+    return [(tuple(ids), reasons[index]) for index, ids in enumerate(reported)]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_bfloat16_stays_close_to_float32() -> None:
 
 @pytest.mark.parametrize(("quantize", "most"), [(Quantization.INT8, 0.02), (Quantization.FP8, 0.05)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantised_weights_cost_next_to_nothing(dtype: str, quantize: Quantization, most: float) -> None:
+def test_quantized_weights_cost_next_to_nothing(dtype: str, quantize: Quantization, most: float) -> None:
     """Measured: int8 0.9% and 1.3% of the logits' norm, fp8 2.1% and 2.0%, and at most 0.006 bits per byte."""
     text = SONNET + ITS_REST
     ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(text)
@@ -72,7 +72,7 @@ def test_quantised_weights_cost_next_to_nothing(dtype: str, quantize: Quantizati
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-def test_generate_takes_every_quantisation(quantize: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_takes_every_quantization(quantize: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--local", "--quantize", quantize, "--temperature", "0", "--max-tokens", "4"
     cli.app(["generate", *flags, "To be, or not"], standalone_mode=False)
     assert capsys.readouterr().out.startswith("To be, or not")

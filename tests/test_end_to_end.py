@@ -23,13 +23,13 @@ def _run(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], env=_environment(home), capture_output=True, text=True, check=True)
 
 
-def _hear_signals() -> None:
+def _restore_signals() -> None:
     """A test run in the background of a shell would pass on that it ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ray_processes_of(home: Path) -> list[str]:
-    """Ray processes that this test started, told by the home they inherited."""
+    """Ray processes that this test started, recognized by the home they inherited."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -57,14 +57,14 @@ def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
 
 def _start(home: Path, *args: str) -> "subprocess.Popen[str]":
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*COMMAND, *args], env=_environment(home), text=True, preexec_fn=_hear_signals, **pipes)
+    return subprocess.Popen([*COMMAND, *args], env=_environment(home), text=True, preexec_fn=_restore_signals, **pipes)
 
 
 @pytest.mark.parametrize(
     ("number", "where"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--local",)), (signal.SIGHUP, ("--local",))]
 )
 def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: signal.Signals, where: tuple[str, ...]) -> None:
-    """Over Ray one of them: all three are heard in one place."""
+    """Over Ray one of them: all three are handled in one function."""
     with _start(tmp_path, *where, "--max-tokens", "2000", "ROMEO:") as process:
         assert process.stdout is not None
         assert len(process.stdout.read(20)) == 20  # the prompt and the first of many tokens

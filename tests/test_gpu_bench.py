@@ -165,12 +165,13 @@ def test_shares_of_expert_products_are_of_the_same_wall(
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import expert_products
 
-    asked: list[int] = []
+    requested: list[int] = []
     monkeypatch.setattr(expert_products, "copied_bytes", lambda _device: 12345)
-    monkeypatch.setattr(expert_products, "memory_bandwidth", lambda _device, num_bytes: asked.append(num_bytes) or 10**12)
+    monkeypatch.setattr(expert_products, "memory_bandwidth", lambda _device, num_bytes: requested.append(num_bytes) or 10**12)
     monkeypatch.setattr(sys, "argv", ["expert_products.py", "--cpu", "--dim", "64", "--hidden", "96", "--rows", "2"])
-    expert_products.main()
-    assert asked == [12345]
+    with pytest.raises(SystemExit):
+        expert_products.main()
+    assert requested == [12345]
     assert "1.00 TB/s" in capsys.readouterr().out
 
 

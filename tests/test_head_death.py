@@ -1,4 +1,4 @@
-"""The head node dies with everything on it, and comes back: what other nodes generate goes on, and the same tokens come."""
+"""The head node dies with everything on it, and comes back: what other nodes generate continues, with the same tokens."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def _not_by_way_of(head: list[int]) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def _tokens(prompt: str, head: list[int], connected: asyncio.Barrier, begun: asyncio.Event) -> list[int]:
-    """Of a stream; ``begun`` after some of them. None is asked for before all have found a connection: that may take several."""
+    """Of a stream; ``begun`` after some of them. None is requested before all have found a connection: that may take several."""
     tokens: list[int] = []
     async with _not_by_way_of(head) as client:
         await connected.wait()
@@ -71,16 +71,16 @@ class _Streams:
     def __init__(self, head: list[int]) -> None:
         self._begun = [asyncio.Event() for _ in PROMPTS]
         connected = asyncio.Barrier(len(PROMPTS))
-        asked = zip(PROMPTS, self._begun, strict=True)
-        self._asked = [asyncio.create_task(_tokens(prompt, head, connected, begun)) for prompt, begun in asked]
+        requested = zip(PROMPTS, self._begun, strict=True)
+        self._requested = [asyncio.create_task(_tokens(prompt, head, connected, begun)) for prompt, begun in requested]
 
     async def begun(self) -> None:
         for each in self._begun:
             await each.wait()
-        assert not any(each.done() for each in self._asked)
+        assert not any(each.done() for each in self._requested)
 
     async def ends(self) -> list[list[int]]:
-        return list(await asyncio.gather(*self._asked))
+        return list(await asyncio.gather(*self._requested))
 
 
 def _stage(number: int) -> psutil.Process:
@@ -106,13 +106,13 @@ async def _without_head(cluster: KillableHead, stage: psutil.Process) -> None:
 
     streams = _Streams([])
     await streams.begun()
-    stage.kill()  # nobody can start it again just now
+    stage.kill()  # nothing can start it again just now
     cluster.start("head")
     assert await streams.ends() == expected
     assert await _Streams([]).ends() == expected
 
 
-def test_streams_go_on_without_the_head_node_and_what_dies_meanwhile_comes_back_with_it(
+def test_streams_continue_without_the_head_node_and_what_dies_in_that_time_comes_back_with_it(
     cluster: KillableHead, tmp_path: Path
 ) -> None:
     with cluster.connected("one"):

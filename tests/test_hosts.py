@@ -14,7 +14,7 @@ from hosts import NAMESPACES, Host, namespaces_unavailable_reason, network
 if reason := namespaces_unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
-PORT = 8377  # which nobody else on this machine listens at, and the kernel gives to no connection
+PORT = 8377  # at which nothing else on this machine listens, and the kernel gives to no connection
 ECHO = f"""
 import socket
 with socket.create_server(("0.0.0.0", {PORT})) as server:
@@ -35,12 +35,12 @@ def test_a_dropped_link_is_silent_and_comes_back() -> None:
             far.drop_link()
             far.drop_link()
             connection.settimeout(1)
-            assert not _echo(connection, b"two"), "it was not told either"
+            assert not _echo(connection, b"two"), "it was not notified either"
             with pytest.raises(OSError, match=r"timed out|No route|unreachable"):
                 _connection(far, timeout_s=1)
             far.restore_link()
             connection.settimeout(None)
-            assert connection.recv(10) == b"two", "what was sent meanwhile arrives"
+            assert connection.recv(10) == b"two", "what was sent in that time arrives"
         assert _is_alone(PORT), "none of it was on this machine's own network"
 
 

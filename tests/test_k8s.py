@@ -62,11 +62,11 @@ def test_the_application_is_one_that_ray_serve_and_we_take(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_the_pods_have_what_the_application_wants(name: str) -> None:
-    """One GPU or core set for each stage and expert actor; a door for each ingress replica; a place for every router."""
+    """One GPU or core set for each stage and expert actor; an ingress pod for each ingress replica; capacity for every router."""
     service = ray_service(overlay(name))
     (application,) = serve_config(service)["applications"]
     config = validate_config(application["args"])
-    head, doors, *actors = groups_of(service)
+    head, ingresses, *actors = groups_of(service)
     scaling = {d["name"]: d.get("autoscaling_config") or dict.fromkeys(("min_replicas", "max_replicas"), d["num_replicas"])
                for d in application["deployments"]}  # fmt: skip
     least, most = (scaling["Router"][key] for key in ("min_replicas", "max_replicas"))
@@ -74,13 +74,13 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
     assert sum(group["minReplicas"] for group in actors) == least * of_a_pipeline
     assert sum(group["maxReplicas"] for group in actors) == most * of_a_pipeline
     assert {group["rayStartParams"]["num-cpus"] for group in actors} == {str(config.threads_per_stage)}
-    assert {group["rayStartParams"]["num-cpus"] for group in (head, doors)} == {"0"}, "no stage belongs there"
-    offered = {kind: amount * doors["replicas"] for kind, amount in offered_resources(doors).items()}
+    assert {group["rayStartParams"]["num-cpus"] for group in (head, ingresses)} == {"0"}, "no stage belongs there"
+    offered = {kind: amount * ingresses["replicas"] for kind, amount in offered_resources(ingresses).items()}
     for deployment in application["deployments"]:
         for kind, amount in deployment["ray_actor_options"]["resources"].items():
             offered[kind] -= amount * scaling[deployment["name"]]["max_replicas"]
     assert min(offered.values()) >= 0
-    assert offered["tramontane_ingress"] == 0, "one ingress replica per door"
+    assert offered["tramontane_ingress"] == 0, "one ingress replica per pod"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -103,7 +103,7 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_what_is_named_is_there(name: str) -> None:
-    """Selectors find pods, ports have their names, claims are claimed; keys and passwords are for whoever installs it to make."""
+    """Selectors find pods, ports have their names, claims are claimed; keys and passwords are made by those who install it."""
     documents = (*overlay(name), *rendered(K8S / "monitoring"), *rendered(K8S / "ingress"))
     pods = [(g["template"]["metadata"]["labels"], _ports(g)) for g in groups_of(ray_service(documents))]
     pods += [(d["spec"]["template"]["metadata"]["labels"], {6379, "redis"}) for d in documents if d["kind"] == "StatefulSet"]
@@ -174,7 +174,7 @@ BREAKERS: dict[str, tuple[str, Any]] = {
     "and in the group": ("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "0"}),
     "is no label": ("spec.rayClusterConfig.workerGroupSpecs.0.labels", {"a b": "c"}),
     "must be texts": ("spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.num-cpus", 0),
-    "quoted for a shell": ("spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.resources", '{"door": 1}'),
+    "quoted for a shell": ("spec.rayClusterConfig.workerGroupSpecs.0.rayStartParams.resources", '{"pod": 1}'),
     "between their bounds": ("spec.rayClusterConfig.workerGroupSpecs.1.maxReplicas", 1),
     "is suspended": ("spec.rayClusterConfig.workerGroupSpecs.1.suspend", True),
     "belong to gcsFault": ("spec.rayClusterConfig.headGroupSpec.rayStartParams.redis-password", "secret"),

@@ -57,7 +57,7 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
                 time.sleep(0.2)
             yield url
         finally:
-            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):  # asked to end, Ray takes half a minute
+            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):  # by SIGTERM, Ray takes half a minute to end
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             ray.wait(60)

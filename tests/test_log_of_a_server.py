@@ -1,4 +1,4 @@
-"""A server's log as JSON, and its spans: by what a client calls its request it is found in door, router and stages."""
+"""A server's log as JSON, and its spans: by what a client calls its request it is found in ingress, router and stages."""
 
 import json
 import os
@@ -77,31 +77,31 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
             body = {"prompt": "ROMEO:", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
             headers = {"x-request-id": "mine/1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=300) as response:
-                told = response.iter_text()
-                next(told)
+                reported = response.iter_text()
+                next(reported)
                 os.kill(_first_stage(folder), signal.SIGKILL)  # so that the next one misses its hidden states
-                assert "".join(told).endswith("data: [DONE]\n\n")
+                assert "".join(reported).endswith("data: [DONE]\n\n")
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate()
-        door, router = (_lines(folder, f"serve/replica_tramontane_{name}_*.log") for name in ("Ingress", "Router"))
+        ingress, router = (_lines(folder, f"serve/replica_tramontane_{name}_*.log") for name in ("Ingress", "Router"))
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
-    (answered,) = _naming("mine/1", door)
+    (answered,) = _naming("mine/1", ingress)
     assert (answered["component"], answered["status"], answered["path"]) == ("ingress", 200, "/v1/completions")
     of_router = _naming("mine/1", router)
     assert {line["component"] for line in of_router} == {"router"}
-    heard = [line["message"].partition(":")[0] for line in of_router]
-    assert heard[0] == "request mine/1 is accepted"
-    assert "the pipeline failed, and its requests are computed again" in heard
-    assert heard[-1] == "request mine/1 has ended"
+    received = [line["message"].partition(":")[0] for line in of_router]
+    assert received[0] == "request mine/1 is accepted"
+    assert "the pipeline failed, and its requests are computed again" in received
+    assert received[-1] == "request mine/1 has ended"
     assert {(line["stage"], line["pipeline"]) for line in _naming("mine/1", stages)} == {(1, of_router[0]["pipeline"])}
-    assert "ROMEO" not in json.dumps([*door, *router, *stages, *spans])
+    assert "ROMEO" not in json.dumps([*ingress, *router, *stages, *spans])
     _check_spans([span for span in spans if span["context"]["trace_id"] == f"0x{TRACE}"])
 
 
 def _check_spans(spans: list[dict[str, Any]]) -> None:
-    """From the client's own, by the proxy and the door, to what the router did; with the failure where it was."""
+    """From the client's own, through the proxy and the ingress, to what the router did; with the failure where it was."""
     by_id = {span["context"]["span_id"]: span for span in spans}
     (decode,) = [span for span in spans if span["name"] == "decode"]
     line, above = [], decode["parent_id"]

@@ -26,8 +26,8 @@ FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 PUBLIC = {name: folder for name, folder in FOLDERS.items() if "/" in folder}  # second, public names of packages of rooms
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
 
-# Imports every module that it is given and tells where each, and proto-plus, was found.
-TELL = """
+# Imports every module that it is given and prints where each, and proto-plus, was found.
+IMPORTER = """
 import importlib, json, sys
 files = {name: importlib.import_module(name).__file__ for name in sys.argv[1:]}
 try:
@@ -72,8 +72,8 @@ class Environment:
         _run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], folder)
         self.bin = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
         self.python = self.bin / Path(sys.executable).name
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        self.site = Path(_run([str(self.python), "-c", ask], folder).strip())
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.site = Path(_run([str(self.python), "-c", code], folder).strip())
         links = folder / "dependencies"
         links.mkdir()
         for home in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
@@ -93,7 +93,7 @@ class Environment:
         return self.entries - self.before
 
     def where(self, modules: list[str], cwd: Path) -> dict[str, Path]:
-        files: dict[str, Any] = json.loads(_run([str(self.python), "-c", TELL, *modules], cwd))
+        files: dict[str, Any] = json.loads(_run([str(self.python), "-c", IMPORTER, *modules], cwd))
         return {name: Path(file) for name, file in files.items()}
 
     def tramontane_version(self, cwd: Path) -> str:

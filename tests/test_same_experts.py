@@ -1,4 +1,4 @@
-"""However the work is cut, a token's experts are those that the gate scores best, and each token's are told once."""
+"""However the work is cut, a token's experts are those that the gate scores best, and each token's are reported once."""
 
 import asyncio
 from dataclasses import replace
@@ -21,25 +21,25 @@ from tramontane.router.scheduling.scheduler import Scheduler
 
 ARGS = tiny_args(n_layers=6)
 CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 65]
-ASKING = SamplingParams(max_tokens=8, temperature=0.0, return_experts=(4, 0, 3))
+WITH_EXPERTS = SamplingParams(max_tokens=8, temperature=0.0, return_experts=(4, 0, 3))
 
 
-def _told(answer: RequestOutput) -> dict[int, list[list[int]]]:
-    """By layer, position after position: asserts that none is missing, and none told twice."""
-    told: dict[int, list[list[int]]] = {}
+def _by_layer(answer: RequestOutput) -> dict[int, list[list[int]]]:
+    """By layer, position after position: asserts that none is missing, and none reported twice."""
+    reported: dict[int, list[list[int]]] = {}
     for _, layer, start, expert_ids in answer.experts:
-        own = told.setdefault(layer, [])
+        own = reported.setdefault(layer, [])
         assert start == len(own)
         own += map(list, expert_ids)
-    return told
+    return reported
 
 
 def _check(args: ModelArgs, prompts: list[list[int]], answers: list[RequestOutput], layers: tuple[int, ...]) -> None:
     weights = random_model(args).state_dict()
     for prompt, answer in zip(prompts, answers, strict=True):
-        told = _told(answer)
-        assert sorted(told) == sorted(layers)
-        assert_best_experts(weights, args, prompt + [event.token_id for event in answer.events[:-1]], told)
+        reported = _by_layer(answer)
+        assert sorted(reported) == sorted(layers)
+        assert_best_experts(weights, args, prompt + [event.token_id for event in answer.events[:-1]], reported)
 
 
 def _answers(chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
@@ -60,24 +60,24 @@ def _in_process(
 @pytest.mark.parametrize("budget", [7, 64])
 def test_experts_are_those_with_the_best_scores(num_stages: int, budget: int) -> None:
     plan = tiny_plan(ARGS, num_stages)
-    answers = _in_process(plan, scheduler_for(plan, budget), CHOSEN, ASKING)
-    _check(ARGS, CHOSEN, answers, ASKING.return_experts)
+    answers = _in_process(plan, scheduler_for(plan, budget), CHOSEN, WITH_EXPERTS)
+    _check(ARGS, CHOSEN, answers, WITH_EXPERTS.return_experts)
 
 
-def test_who_does_not_ask_is_not_told_beside_one_who_does() -> None:
+def test_experts_are_only_reported_on_request_also_next_to_a_request_for_them() -> None:
     wishes = [(5,), (), (0, 1), (), (5,)]
     prompts = CHOSEN[-len(wishes) :]
     plan = tiny_plan(ARGS, 2)
     chain = LocalStageChain(split_model(random_model(ARGS), plan))
 
     async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> RequestOutput:
-        specs = [SequenceRequest(tuple(prompt), replace(ASKING, return_experts=layers))]
+        specs = [SequenceRequest(tuple(prompt), replace(WITH_EXPERTS, return_experts=layers))]
         return RequestOutput.merge([batch async for batch in router.generate(specs)])
 
     async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)
         running = asyncio.create_task(router.run())
-        answers = await asyncio.gather(*(one(router, *asked) for asked in zip(prompts, wishes, strict=True)))
+        answers = await asyncio.gather(*(one(router, *requested) for requested in zip(prompts, wishes, strict=True)))
         running.cancel()
         return answers
 
@@ -86,25 +86,25 @@ def test_who_does_not_ask_is_not_told_beside_one_who_does() -> None:
     chain.close()
 
 
-def test_a_sequence_that_is_computed_again_is_not_told_again() -> None:
+def test_a_sequence_that_is_computed_again_is_not_reported_again() -> None:
     """Pages for the prompts, but not for the answers: some sequences give theirs back in the middle."""
     args = tiny_args(window=None, n_layers=4)
     roomy = tiny_plan(args, 2, 4)
     classes = tuple(replace(c, num_pages=150) for c in roomy.cache.classes)
     scarce = replace(roomy, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages))
     prompts = [random_ids(12, seed) for seed in range(12)]
-    asking = SamplingParams(max_tokens=40, temperature=0.0, return_experts=(1, 3))
+    with_experts = SamplingParams(max_tokens=40, temperature=0.0, return_experts=(1, 3))
     scheduler = scheduler_for(scarce, 64)
-    answers = _in_process(scarce, scheduler, prompts, asking)
+    answers = _in_process(scarce, scheduler, prompts, with_experts)
     assert scheduler.num_preempted > 0
-    _check(args, prompts, answers, asking.return_experts)
+    _check(args, prompts, answers, with_experts.return_experts)
 
 
 @pytest.mark.parametrize(("num_stages", "max_open"), [(1, 3), (2, 2)])
 def test_experts_elsewhere_are_chosen_here(tmp_path: Path, num_stages: int, max_open: int) -> None:
-    """Several micro-batches open in a stage at once keep what they were asked for apart."""
+    """Several micro-batches open in a stage at once keep what was requested of them apart."""
     plan = tiny_plan(ARGS, num_stages)
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     with ping_pong_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
-        answers = _answers(chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, ASKING)
-    _check(ARGS, CHOSEN, answers, ASKING.return_experts)
+        answers = _answers(chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, WITH_EXPERTS)
+    _check(ARGS, CHOSEN, answers, WITH_EXPERTS.return_experts)

@@ -86,10 +86,10 @@ def test_penalised_tokens_are_the_same_however_they_are_cut_and_computed_again(s
 def test_nothing_is_kept_of_sequences_that_have_ended() -> None:
     plan = _scarce(tiny_plan(ARGS, 2, 4), 150)
     workers = split_model(random_model(ARGS), plan)
-    asking = replace(SEEDED, logprobs=1, prompt_logprobs=0)
-    _answers(workers, scheduler_for(plan, 7), PROMPTS, asking)
+    with_logprobs = replace(SEEDED, logprobs=1, prompt_logprobs=0)
+    _answers(workers, scheduler_for(plan, 7), PROMPTS, with_logprobs)
     _answers(workers, scheduler_for(plan, 7), [[1, 2, 3]], SamplingParams(1))  # with it the last ones are released
-    assert all(worker.logits_processor.num_sequences == worker.logprobs.num_sequences == 0 for worker in workers)
+    assert all(len(worker.logits_processor._states) == worker.logprobs.num_sequences == 0 for worker in workers)
 
 
 def test_no_sequence_ends_before_min_tokens() -> None:
@@ -110,8 +110,8 @@ def test_no_sequence_ends_before_min_tokens() -> None:
 # Log-probabilities
 
 
-def _told(prompt: list[int], answer: RequestOutput, first: int) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
-    """Of positions ``first`` to the last, one after the other: asserts that none is missing and none told twice."""
+def _by_position(prompt: list[int], answer: RequestOutput, first: int) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+    """Of positions ``first`` to the last, one after the other: asserts that none is missing and none reported twice."""
     logprobs: list[float] = []
     top: list[tuple[tuple[int, float], ...]] = []
     for _, start, some, some_top in answer.logprobs:
@@ -122,12 +122,12 @@ def _told(prompt: list[int], answer: RequestOutput, first: int) -> tuple[list[fl
     return logprobs, top
 
 
-def _check_told(logits_TV: Tensor, prompt: list[int], answer: RequestOutput, sampling: SamplingParams) -> None:
-    """``logits_TV`` of prompt and answer by somebody else."""
+def _check_reported(logits_TV: Tensor, prompt: list[int], answer: RequestOutput, sampling: SamplingParams) -> None:
+    """``logits_TV`` of prompt and answer by the reference."""
     first = len(prompt) if sampling.prompt_logprobs is None else 1
     ids = prompt + [event.token_id for event in answer.events]
     expected_TV = logits_TV.log_softmax(-1)
-    for position, logprob, top in zip(range(first, len(ids)), *_told(prompt, answer, first), strict=True):
+    for position, logprob, top in zip(range(first, len(ids)), *_by_position(prompt, answer, first), strict=True):
         row_V = expected_TV[position - 1]
         assert abs(logprob - row_V[ids[position]].item()) < 1e-3
         most = sampling.logprobs if position >= len(prompt) else sampling.prompt_logprobs
@@ -160,10 +160,10 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, moe: bool) -> None:
             with torch.inference_mode():
                 logits_TV = oracle(torch.tensor([ids]), use_cache=False).logits[0]
             assert logits_TV.std() > 0.1
-            _check_told(logits_TV, prompt, answer, sampling)
+            _check_reported(logits_TV, prompt, answer, sampling)
 
 
-def test_what_is_computed_again_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_again_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in pieces of two rows at most, which is what a prompt's logits are bounded to here."""
     monkeypatch.setattr(logprobs_module, "MAX_LOGITS", 2 * ARGS.vocab_size)
     plan = _scarce(tiny_plan(ARGS, 2, 4), 150)
@@ -180,26 +180,26 @@ def test_what_is_computed_again_is_told_once(monkeypatch: pytest.MonkeyPatch) ->
     of_prompts = keeper.prompts
     monkeypatch.setattr(keeper, "prompts", lambda batch, hidden_TD, _head: of_prompts(batch, hidden_TD, head))
     scheduler = scheduler_for(plan, 64)
-    asking = replace(SEEDED, logprobs=2, prompt_logprobs=1)
+    with_logprobs = replace(SEEDED, logprobs=2, prompt_logprobs=1)
     weights = model.state_dict()
-    for prompt, answer in zip(PROMPTS, _answers(workers, scheduler, PROMPTS, asking), strict=True):
+    for prompt, answer in zip(PROMPTS, _answers(workers, scheduler, PROMPTS, with_logprobs), strict=True):
         ids = prompt + [event.token_id for event in answer.events]
-        _check_told(reference_logits(weights, ARGS, ids), prompt, answer, asking)
+        _check_reported(reference_logits(weights, ARGS, ids), prompt, answer, with_logprobs)
     assert scheduler.num_preempted > 0
     assert most_rows == 2
 
 
-def test_what_has_no_probability_is_told_as_openai_does() -> None:
+def test_a_token_without_probability_is_reported_as_openai_does() -> None:
     """Infinity and what is no number cannot be written as JSON."""
     rows = [[0.0, -torch.inf, 0.0], [0.0, torch.inf, 0.0], [torch.nan] * 3]
-    told = logprobs_module.token_logprobs(torch.tensor(rows), [1, 1, 1], [3, 1, 0])
-    assert told[0][0] == told[1][0] == told[2][0] == -9999.0
-    assert [round(logprob, 4) for _, logprob in told[0][1]] == [-0.6931, -0.6931, -9999.0]
-    assert [len(top) for _, top in told] == [3, 1, 0]
+    reported = logprobs_module.token_logprobs(torch.tensor(rows), [1, 1, 1], [3, 1, 0])
+    assert reported[0][0] == reported[1][0] == reported[2][0] == -9999.0
+    assert [round(logprob, 4) for _, logprob in reported[0][1]] == [-0.6931, -0.6931, -9999.0]
+    assert [len(top) for _, top in reported] == [3, 1, 0]
     assert [len(top) for _, top in logprobs_module.token_logprobs(torch.zeros(1, 3), [1], [20])] == [3], "no more than there are"
 
 
-def test_who_does_not_ask_is_not_told() -> None:
+def test_log_probabilities_are_only_reported_on_request() -> None:
     plan = tiny_plan(ARGS, 2)
     answers = _answers(split_model(random_model(ARGS), plan), scheduler_for(plan, 16), PROMPTS[:4], SamplingParams(5))
     assert all(answer.logprobs == () for answer in answers)

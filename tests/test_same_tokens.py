@@ -175,14 +175,14 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
     model = random_model(args)
     (worker,) = split_model(model, plan)
     worker.fence(0)
-    ledger = PageAllocator(plan.cache)
+    allocator = PageAllocator(plan.cache)
     prompts = [random_ids(sum(size), seed=s) for s, size in enumerate(sizes)]
     sequences = [Sequence(s, tuple(p), GREEDY, len(p) + 1) for s, p in enumerate(prompts)]
-    assert all(ledger.reserve_for_admission(s) for s in sequences)
+    assert all(allocator.reserve_for_admission(s) for s in sequences)
     best = {s: reference_logits(model.state_dict(), args, p) for s, p in enumerate(prompts) if p}
     for step in range(max(map(len, sizes))):
         going = [(s, size[step]) for s, size in zip(sequences, sizes, strict=True) if step < len(size) and size[step]]
-        chunks = [_next_chunk(sequence, ledger, num_tokens) for sequence, num_tokens in going]
+        chunks = [_next_chunk(sequence, allocator, num_tokens) for sequence, num_tokens in going]
         batch = MicroBatch(0, worker.next_step_id, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
         if not chunks:
             continue
@@ -193,14 +193,14 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
             assert logits.max() - logits[token_id] < CLOSE_CALL
 
 
-def _next_chunk(sequence: Sequence, ledger: PageAllocator, num_tokens: int) -> Chunk:
+def _next_chunk(sequence: Sequence, allocator: PageAllocator, num_tokens: int) -> Chunk:
     start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
     sequence.num_dispatched = end
     return Chunk(
         sequence.seq_id,
         start,
         sequence.known_ids(start, end),
-        ledger.allocate(sequence, end),
+        allocator.allocate(sequence, end),
         GREEDY if start == 0 else None,
         needs_sample=True,
     )

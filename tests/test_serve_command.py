@@ -46,7 +46,7 @@ def _environment(home: Path, **more: str) -> dict[str, str]:
     return clean | {"HOME": str(home)} | more
 
 
-def _hear_signals() -> None:
+def _restore_signals() -> None:
     """A test run in the background of a shell would pass on that it ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -54,7 +54,7 @@ def _hear_signals() -> None:
 @contextmanager
 def _server(environment: dict[str, str], *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
     """A server that is ready, and what its ready line says."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _hear_signals}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _restore_signals}
     with subprocess.Popen([*COMMAND, "--json", "--grpc-port", str(free_port()), *arguments], env=environment, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -107,7 +107,7 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
         assert taken.stderr.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port} is not available")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)  # once more, by somebody impatient
+        process.send_signal(signal.SIGTERM)  # once more, as a user may do
         assert process.wait(timeout=120) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "", "nothing of Ray's, which may be read by a machine"
@@ -115,7 +115,7 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
 
 
 def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> None:
-    """One stream ends within the time that it gets; the other one hears why it does not."""
+    """One stream ends within the time that it gets; the other one gets the reason why it does not."""
     body = {"prompt": "ROMEO:", "temperature": 0, "ignore_eos": True, "stream": True}
     port = free_port()
     with _server(_environment(tmp_path), "--port", str(port), "--drain-timeout", "600") as (process, ready):
@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         assert run.stderr.splitlines()[-1].startswith(message)
 
 
-def test_the_mode_that_opens_ports_to_everybody_is_not_taken_with_a_loopback_host(tmp_path: Path) -> None:
+def test_the_mode_that_opens_ports_on_all_interfaces_is_refused_with_a_loopback_host(tmp_path: Path) -> None:
     run = _run(_environment(tmp_path, RAY_SERVE_ENABLE_HA_PROXY="1"))
     assert run.returncode == 2
     assert "--host 127.0.0.1 cannot be kept in Ray Serve's HAProxy mode" in run.stderr.splitlines()[-1]
@@ -186,7 +186,7 @@ def test_ctrl_c_while_it_is_being_imported_is_one_line(module: str) -> None:
         "main()\n"
     )
     command = [sys.executable, "-c", code, "generate", "The"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_hear_signals)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_restore_signals)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
 
 
@@ -233,7 +233,7 @@ def _locally(prompt: str, num_tokens: int) -> str:
 
 
 def _router_stats(cluster: Cluster, home: Path) -> list[dict[str, Any]]:
-    """Asked by a process of its own: Ray Serve's handles in this one may remember another cluster's."""
+    """Queried by a process of its own: Ray Serve's handles in this one may remember another cluster's."""
     code = (
         "import json, ray\nfrom ray import serve\n"
         f"ray.init(address={cluster.address!r}, log_to_driver=False)\n"
@@ -245,7 +245,7 @@ def _router_stats(cluster: Cluster, home: Path) -> list[dict[str, Any]]:
 
 
 def _only_from_here(port: str) -> None:
-    """This cluster's Ray Serve opens its gRPC port to everybody, whatever --host is, unless its proxies were told better."""
+    """This cluster's Ray Serve opens its gRPC port on all interfaces, whatever --host is, unless its proxies were patched."""
     with Client(f"127.0.0.1:{port}") as client:
         assert [model.name for model in client.models()] == ["demo"]
     addresses = [each.address for all_of_one in psutil.net_if_addrs().values() for each in all_of_one]

@@ -29,7 +29,7 @@ PACKAGES: dict[str, set[str]] = {
     "workers.attention": {"proto", "workers.device"},
     "workers.sampling": {"proto", "workers.device"},
     "workers.model": {"proto", "workers.device", "workers.kernels"},
-    "workers.weights": {"proto", "workers.kernels", "workers.model"},
+    "workers.weights": {"proto", "workers.device", "workers.kernels", "workers.model"},
     "workers.experts": {"proto", "workers.links", "workers.model", "workers.weights"},
     "workers.stage": {
         *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
@@ -59,7 +59,8 @@ PACKAGES: dict[str, set[str]] = {
         *("router.batch", "router.engine", "router.openai", "router.tokenization"),
     },
     "cluster.serve_patches": {
-        *("proto", "cluster.config", "cluster.http", "cluster.observability", "cluster.ray_internals", "router.openai"),
+        *("proto", "cluster.common", "cluster.config", "cluster.http", "cluster.observability", "cluster.ray_internals"),
+        "router.openai",
     },
     "cluster.actors": {
         *("proto", "cluster.common", "cluster.config", "cluster.observability", "cluster.planning", "cluster.ray_internals"),
@@ -275,12 +276,15 @@ def package_breaches(modules: Sequence[Module]) -> list[str]:
 
 
 def private_names(source: str) -> list[str]:
-    """Private names of Ray that a module's source imports, or reaches through a name that it imported, one line each."""
+    """Private names of Ray that a module's source imports, or reaches through a name that it imported, one line each.
+
+    Also private keywords that it passes, if it uses Ray at all; ``ray.init`` takes any keyword, so no table can have those.
+    """
     tree = ast.parse(source)
     imports = _Imports()
     imports.visit(tree)
     found = [(line, name) for line, name, _ in imports.found]
-    bound = _names_of_ray(tree)
+    bound, uses_ray = _names_of_ray(tree), any(name.split(".")[0] == "ray" for _, name in found)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             root, _, rest = ast.unparse(node).partition(".")
@@ -288,6 +292,8 @@ def private_names(source: str) -> list[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
             root, _, rest = ast.unparse(node.args[0]).partition(".")
             found.append((node.lineno, f"{bound.get(root, root)}.{rest}.{node.args[1].value}"))
+        elif isinstance(node, ast.Call) and uses_ray and ast.unparse(node.func) != "ray.init":
+            found += [(node.lineno, f"ray.{keyword.arg}") for keyword in node.keywords if keyword.arg]
     return [f"line {line}: {name}" for line, name in found if _is_private(name)]
 
 
@@ -369,13 +375,16 @@ def test_one_package_uses_private_names_of_ray() -> None:
         "from ray.serve.handle import DeploymentHandle\nDeploymentHandle._init",
         "import ray\nx = getattr(ray, '_private')",
         "from importlib import import_module\nx = import_module('ray.serve._private.replica')",
+        "from ray import serve\nserve.get_deployment_handle('A').options(_by_reference=True)",
     ],
 )
 def test_a_planted_private_name_is_found(source: str) -> None:
     assert private_names(source)
 
 
-@pytest.mark.parametrize("source", ["import ray.util", "from ray.serve import config", "a._b"])
+@pytest.mark.parametrize(
+    "source", ["import ray.util", "from ray.serve import config", "a._b", "a(_b=1)", "import ray\nray.init(_b=1)"]
+)
 def test_public_names_of_ray_are_allowed(source: str) -> None:
     assert not private_names(source)
 
@@ -501,8 +510,8 @@ def test_what_is_allowed_is_no_breach(room: str, source: str) -> None:
     assert breaches(room, source) == []
 
 
-# Runs in a fresh interpreter: imports the modules that it is given, then tells every module that is loaded.
-TELL = """
+# Runs in a fresh interpreter: imports the modules that it is given, then prints every module that is loaded.
+IMPORTER = """
 import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
@@ -512,7 +521,7 @@ print(json.dumps(sorted(sys.modules)))
 
 def _loaded_by(modules: list[str], folder: Path) -> list[str]:
     """The modules that a fresh interpreter, started in ``folder``, holds after it has imported these."""
-    command = [sys.executable, "-c", TELL, *modules]
+    command = [sys.executable, "-c", IMPORTER, *modules]
     env = os.environ | {"RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -520,7 +529,7 @@ def _loaded_by(modules: list[str], folder: Path) -> list[str]:
     return names
 
 
-def _strangers(loaded: list[str], forbidden: set[str]) -> list[str]:
+def _forbidden(loaded: list[str], forbidden: set[str]) -> list[str]:
     return [name for name in loaded if any(f"{name}.".startswith(f"{other}.") for other in forbidden)]
 
 
@@ -549,7 +558,7 @@ def test_a_room_loads_only_what_it_may(room: str, libraries: set[str], tmp_path:
     modules = list(_importable(room))
     loaded = _loaded_by(modules, tmp_path)
     assert set(modules) <= set(loaded)
-    assert _strangers(loaded, libraries | others) == []
+    assert _forbidden(loaded, libraries | others) == []
 
 
 def test_every_module_of_cluster_can_be_imported(tmp_path: Path) -> None:
@@ -557,11 +566,18 @@ def test_every_module_of_cluster_can_be_imported(tmp_path: Path) -> None:
     assert set(modules) <= set(_loaded_by(modules, tmp_path))
 
 
+def test_the_api_server_is_loaded_without_ray(tmp_path: Path) -> None:
+    modules = [name for name in _importable("cluster") if name.startswith("tramontane.cluster.http.")]
+    loaded = _loaded_by(modules, tmp_path)
+    assert set(modules) <= set(loaded)
+    assert _forbidden(loaded, {"ray"}) == []
+
+
 def test_the_driver_starts_without_torch(tmp_path: Path) -> None:
-    """Whoever only drives stages must not pay for importing torch: neither we nor ray may load it."""
+    """A process that only drives stages must not pay for importing torch: neither we nor ray may load it."""
     loaded = _loaded_by(["tramontane.cluster.cli.main", "tramontane.cluster.pipeline.engine"], tmp_path)
     assert "ray" in loaded
-    assert _strangers(loaded, {"torch", "transformers", "xformers"}) == []
+    assert _forbidden(loaded, {"torch", "transformers", "xformers"}) == []
 
 
 def test_a_library_that_loads_torch_is_seen(tmp_path: Path) -> None:
@@ -571,7 +587,7 @@ def test_a_library_that_loads_torch_is_seen(tmp_path: Path) -> None:
     (tmp_path / "torch" / "nn.py").touch()
     (tmp_path / "some_library.py").write_text("def _load() -> None:\n    import torch.nn\n\n_load()\n")
     loaded = _loaded_by(["tramontane.proto.step", "some_library"], tmp_path)
-    assert _strangers(loaded, {"torch", "tramontane.router"}) == ["torch", "torch.nn"]
+    assert _forbidden(loaded, {"torch", "tramontane.router"}) == ["torch", "torch.nn"]
 
 
 def _tracked() -> list[str]:

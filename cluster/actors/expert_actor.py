@@ -1,25 +1,29 @@
-"""The Ray actor that holds experts outside the stages."""
+"""The Ray actor that holds experts outside the stages, and the movement of experts between such actors."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, WorkerSettings
+from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, PipelineSpec, WorkerSettings
 from tramontane.cluster.actors.stage_actor import bundle_options
-from tramontane.cluster.actors.step_guard import FailureGuard
-from tramontane.cluster.actors.worker_actor import WorkerActor, WorkerHealth
-from tramontane.proto.errors import ExpertUnavailableError
-from tramontane.proto.plan import ExpertId
+from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerActor, WorkerHealth
+from tramontane.cluster.planning.expert_planner import plan_moves
+from tramontane.proto.errors import ExpertUnavailableError, PipelineError
+from tramontane.proto.plan import ExpertId, ExpertPlan
 
 if TYPE_CHECKING:
-    from tramontane.cluster.actors.pipeline_spec import PipelineSpec
     from tramontane.workers.experts.expert_link import ExpertServer
     from tramontane.workers.experts.expert_worker import ExpertWorker
     from tramontane.workers.links.channel import Address
+
+RETRY_S = 0.2  # of a call to an actor that restarts
+MAX_ATTEMPTS = 300
 
 RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an ExpertCall
 
@@ -41,13 +45,12 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         self._plan, self._actor_id = experts.current_plan(), actor_id
         self._server: ExpertServer | None = None
         actor = self._plan.actors[actor_id]
-        self._failure_guard = FailureGuard(actor.label, settings.device)
         super().__init__(actor.label, actor.weight_bytes, settings)
 
     def _load(self) -> "ExpertWorker":
         from tramontane.workers.experts.expert_link import ExpertServer
         from tramontane.workers.experts.expert_worker import ExpertWorker
-        from tramontane.workers.links.factory import channel_factory_for
+        from tramontane.workers.links.gpu_channel import channel_factory_for
 
         settings = self._settings
         worker = ExpertWorker.load(self._plan, self._actor_id, settings.weights, settings.device, self._on_tensor)
@@ -57,9 +60,9 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         return worker
 
     def _exporter(self) -> Callable[[], None]:
-        from tramontane.cluster.observability.metrics import expert_work
+        from tramontane.cluster.observability.metrics import ExpertWorkMetrics, MetricFactory
 
-        work = expert_work(self._settings.pipeline, self._actor_id)
+        work = ExpertWorkMetrics(MetricFactory(), self._settings.pipeline, self._actor_id)
         return lambda: work.export(*self._work_done())
 
     def _work_done(self) -> tuple[float, int]:
@@ -117,9 +120,51 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         return ExpertHealth(**self._health(), busy_s=busy_s, num_rows=num_rows)
 
 
-def create_expert_actor(spec: "PipelineSpec", actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:
+def create_expert_actor(spec: PipelineSpec, actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:
     """Create the named, detached expert actor in its bundle, or return the one that exists."""
     groups = {"control": 2, "moving": 1}
     actor: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
     options = bundle_options(spec, spec.bundle_of_experts(actor_id), group) | {"name": spec.expert_name(actor_id)}
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec.expert_actors, actor_id, spec.worker_settings))
+
+
+def rebalance_experts(spec: PipelineSpec, new: ExpertPlan) -> int:
+    """Make a pipeline follow another expert plan, and return how many copies of experts were loaded.
+
+    For each intermediate plan, actors load the experts that it adds; then it is stored and announced to the stages; then
+    actors unload the experts that it removes. A stage that misses the announcement finds an expert relocated, reads the
+    plan, and calls again. An actor that restarts in between loads the plan stored at that time, so all actors are called
+    again after a plan is stored. Raises PlanError if actors have no memory to exchange any, PipelineError if one is lost.
+    """
+    experts = spec.expert_actors
+    assert experts is not None
+    num_loaded = 0
+    previous = experts.current_plan()
+    for method in ("unload_experts", "load_experts"):  # completes a move that was interrupted
+        _call_all(experts.names, method, previous)
+    for plan in plan_moves(previous, new):
+        _call_all(experts.names, "load_experts", plan)
+        num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, previous.actors, strict=True))
+        experts.store_plan(plan)
+        _call_all(experts.names, "load_experts", plan)
+        for stage in spec.plan.stages:
+            _call_with_retry(spec.stage_name(stage.stage_id), "refresh_expert_plan")
+        _call_all(experts.names, "unload_experts", plan)
+        previous = plan
+    return num_loaded
+
+
+def _call_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
+    for actor in plan.actors:
+        _call_with_retry(names[actor.actor_id], method, actor.experts)
+
+
+def _call_with_retry(name: str, method: str, *arguments: object) -> None:
+    """Call an actor, again while it restarts. Raises PipelineError after MAX_ATTEMPTS."""
+    again = retry_if_exception_type(RayActorError)
+    try:
+        for attempt in Retrying(retry=again, stop=stop_after_attempt(MAX_ATTEMPTS), wait=wait_fixed(RETRY_S)):
+            with attempt:
+                ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
+    except RetryError as error:
+        raise PipelineError(f"{name} was unavailable {MAX_ATTEMPTS} times in a row, so experts are not moved further") from error

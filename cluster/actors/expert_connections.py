@@ -15,14 +15,14 @@ from torch import Tensor
 
 from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, PipelineError, TramontaneError
 from tramontane.workers.device.pinned_memory import to_device, to_host
 from tramontane.workers.experts.expert_link import RETRY_S, DirectExpertClient, ExpertMessageLayout
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.experts.remote_experts import Connect, ExpertConnection
 from tramontane.workers.links.channel import Address
-from tramontane.workers.links.factory import channel_factory_for
+from tramontane.workers.links.gpu_channel import channel_factory_for
 
 logger = logging.getLogger(__name__)
 

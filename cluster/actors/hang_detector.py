@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.actors.worker_actor import WorkerHealth
-from tramontane.cluster.ray_internals.core import actor_state
+from tramontane.cluster.ray_internals.accessors import actor_state
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
 LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker whose process is not stopped: it may only be short of CPU time

@@ -1,14 +1,15 @@
 """The specification of a pipeline, from which its supervisor creates it, and the names of its actors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tramontane.cluster.actors.expert_plan_store import load_plan
 from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan
+from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 from tramontane.router.tokenization.loader import load_tokenizer
-from tramontane.workers.weights.fingerprint import Fingerprint
+from tramontane.workers.weights.checkpoint import Fingerprint
 
 # What follows a pipeline's name in those of its actors; a number follows the last two.
 SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = "-supervisor", "-stage-", "-experts-"
@@ -46,8 +47,8 @@ class OwnerApplication:
 class ExpertActorRefs:
     """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches them.
 
-    ``plan`` is the one with which the pipeline was created (see ``expert_plan_store``). ``max_open``: micro-batches that a
-    stage keeps open, so that it computes others while one waits for experts.
+    ``plan`` is the one with which the pipeline was created. A later one is in the cluster's key-value store, where actors that
+    restart find it. ``max_open``: micro-batches that a stage keeps open, so that it computes others while one waits for experts.
     """
 
     pipeline: str
@@ -58,7 +59,21 @@ class ExpertActorRefs:
 
     def current_plan(self) -> ExpertPlan:
         """Return the plan that the pipeline follows now."""
-        return load_plan(self.pipeline, self.plan)
+        value = kv_get(_plan_key(self.pipeline))
+        return replace(self.plan, actors=decode_expert_actors(value)) if value else self.plan
+
+    def store_plan(self, plan: ExpertPlan) -> None:
+        """Make ``plan`` the one that the pipeline follows."""
+        kv_put(_plan_key(self.pipeline), encode_expert_actors(plan.actors))
+
+
+def delete_expert_plan(pipeline: str) -> None:
+    """Delete the stored expert plan of a pipeline, if there is one."""
+    kv_delete(_plan_key(pipeline))
+
+
+def _plan_key(pipeline: str) -> str:
+    return f"tramontane-expert-plan-{pipeline}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, TokenPieceLoader, WorkerSettings
-from tramontane.cluster.actors.step_guard import FailureGuard, log_failures
+from tramontane.cluster.actors.step_guard import log_failures
 from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, WorkerActor, WorkerHealth
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
@@ -59,7 +59,6 @@ class StageActor(WorkerActor["StageWorker"]):
         self._executor: StepExecutor | None = None
         self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
         self._link: StageLink | None = None  # if hidden states travel through direct channels
-        self._failure_guard = FailureGuard(plan.label, settings.device)
         super().__init__(plan.label, plan.weight_bytes, settings)
 
     def _load(self) -> "StageWorker":
@@ -69,9 +68,9 @@ class StageActor(WorkerActor["StageWorker"]):
         return StageWorker.load(self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple)
 
     def _exporter(self) -> Callable[[], None]:
-        from tramontane.cluster.observability.metrics import expert_tokens
+        from tramontane.cluster.observability.metrics import ExpertTokenMetrics, MetricFactory
 
-        tokens = expert_tokens(self._settings.pipeline, self._plan.stage_id)
+        tokens = ExpertTokenMetrics(MetricFactory(), self._settings.pipeline, self._plan.stage_id)
         return lambda: tokens.export(self._expert_load())
 
     @ray.method(concurrency_group="compute")
@@ -167,8 +166,7 @@ class StageActor(WorkerActor["StageWorker"]):
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 
     def _make_executor(self) -> "StepExecutor":
-        from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
-        from tramontane.workers.stage.step_executor import SerialExecutor
+        from tramontane.workers.stage.step_executor import OverlappedExecutor, SerialExecutor
 
         worker = self._wait_until_loaded()
         if self._experts is None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.log_fields import format_request_ids, requests_fields
+from tramontane.proto.request import format_request_ids, requests_fields
 from tramontane.proto.step import MicroBatch
 
 if TYPE_CHECKING:

@@ -16,17 +16,21 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors.expert_actor import create_expert_actor
-from tramontane.cluster.actors.expert_plan_store import delete_plan
-from tramontane.cluster.actors.expert_rebalancing import rebalance_experts
+from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
 from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
 from tramontane.cluster.actors.lease import Lease, LeaseManager, deployed_at, must_yield
-from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX, OwnerApplication, PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import (
+    EXPERTS_SUFFIX,
+    STAGE_SUFFIX,
+    OwnerApplication,
+    PipelineSpec,
+    delete_expert_plan,
+)
 from tramontane.cluster.actors.stage_actor import create_stage
 from tramontane.cluster.actors.stage_control import fence_stages, find_stage_actors, find_worker_actors, recover_lease
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
 from tramontane.cluster.common.deployments import is_superseded
-from tramontane.cluster.common.node_labels import avoid_head_node
+from tramontane.cluster.common.ray_api import avoid_head_node
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
@@ -133,7 +137,6 @@ class Supervisor:
             yield
 
     def _remove(self) -> None:
-        """Remove the pipeline and this actor."""
         with self._creation_lock:
             self._is_removing = True
         remove_pipeline(self.spec.name)
@@ -198,7 +201,7 @@ def remove_pipeline(name: str) -> None:
     for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(worker, NAMESPACE))
-    delete_plan(name)
+    delete_expert_plan(name)
     with contextlib.suppress(ValueError):  # it was never created, or is gone
         remove_placement_group(get_placement_group(name))
 
@@ -226,7 +229,6 @@ def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
 
 
 def _group(spec: PipelineSpec) -> PlacementGroup:
-    """Return the pipeline's placement group, which is created if it does not exist."""
     try:
         group: PlacementGroup = get_placement_group(spec.name)
     except ValueError:

@@ -1,16 +1,21 @@
-"""Calls to a pipeline's supervisor, which may be restarting or hang."""
+"""Calls to the supervisors of pipelines, which may be restarting or hang."""
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
+from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.common.periodic import run_periodically
+from tramontane.cluster.common.ray_api import ray_error_message
 
 RENEW_INTERVAL_S = 2.0
 LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
@@ -76,3 +81,45 @@ async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> No
 async def renew_lease(supervisor: "ActorHandle[Any]", holder: str) -> bool:
     """Renew the lease; return False if it is no longer the holder's. Raises RayError."""
     return bool(await call_or_restart(supervisor, lambda: supervisor.renew.options(concurrency_group="lease").remote(holder)))
+
+
+@contextmanager
+def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
+    """Send heartbeats of the command that serves on a joined cluster; without them supervisors end the application.
+
+    ``names`` returns the names of the supervisors' actors.
+    """
+    heartbeat = _Heartbeat(names)
+    with run_periodically(RENEW_INTERVAL_S, heartbeat.refresh), run_periodically(RENEW_INTERVAL_S, heartbeat.send):
+        yield
+
+
+class _Heartbeat:
+    """Only the head node knows the supervisors; while it is away, Ray lets a caller wait for a minute.
+
+    So the search and the heartbeats to supervisors that are known have separate threads.
+    """
+
+    def __init__(self, names: Callable[[], list[str]]) -> None:
+        self._names = names
+        self._supervisors: list[ActorHandle[Any]] = []
+
+    def refresh(self) -> None:
+        """Look up the supervisors that there are now."""
+        found = []
+        try:
+            for name in self._names():
+                with suppress(ValueError):  # it has just ended
+                    found.append(ray.get_actor(name, NAMESPACE))
+        except Exception as error:  # of Ray, whose head node may be away
+            logger.warning("the supervisors of pipelines could not be looked up: %s", ray_error_message(error))
+        else:
+            self._supervisors = found
+
+    def send(self) -> None:
+        """Send a heartbeat to each supervisor, without waiting."""
+        for supervisor in self._supervisors:
+            try:
+                supervisor.heartbeat.options(concurrency_group="lease").remote()
+            except Exception as error:  # of Ray; an exception here would end all later heartbeats
+                logger.warning("a heartbeat could not be sent: %s", ray_error_message(error))

@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
+from tramontane.cluster.actors.step_guard import FailureGuard
 from tramontane.cluster.common.periodic import start_periodic_thread
-from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
+from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.workers.weights.fingerprint import check_fingerprint
+from tramontane.workers.weights.checkpoint import check_fingerprint
 
 NAMESPACE = "tramontane"
 EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
@@ -53,6 +54,7 @@ class WorkerActor(Generic[W]):
         self.label = label
         self._weight_bytes = weight_bytes
         self._settings = settings
+        self._failure_guard = FailureGuard(label, settings.device)
         self._worker: W | None = None
         self._load_error: Exception | None = None
         self._bytes_read = self._bytes_loaded = 0

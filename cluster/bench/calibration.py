@@ -110,7 +110,6 @@ def hop_seconds(steps: Sequence[Step]) -> float:
 
 
 async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
-    """Run the requests, each at its time."""
     vocab_size = engine.plan.args.vocab_size
     started, backlog_until = time.time(), 0.0
 

@@ -58,7 +58,6 @@ async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundP
 
 
 async def _run(engine: Engine, requests: list[BenchRequest], advance: Callable[[int], None]) -> list[RequestTrace]:
-    """Run all requests at once."""
     due_at = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:

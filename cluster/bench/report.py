@@ -12,8 +12,8 @@ from rich.text import Text
 
 from tramontane.cluster.bench.results import PERCENTILES, BenchMetrics, BenchResult, Latency, PipelineUsage, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest
+from tramontane.cluster.console.charts import save_figure
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.plotting import save_figure
 from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_json
 from tramontane.router.engine.stage_usage import HopTime
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from tramontane.cluster.console.batch_client import BatchClient, ResumableFile, StdoutSink
+from tramontane.cluster.console.batch_client import ENDED, BatchClient, ResumableFile, StdoutSink
+from tramontane.cluster.console.commands import PlainCommand, PlainGroup
 from tramontane.cluster.console.options import Json, flag, option
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -25,7 +26,7 @@ MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
 JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as submit and list print it.")]
 STANDARD_OUTPUT = "-"
 
-batch = typer.Typer(name="batch", add_completion=False)
+batch = typer.Typer(name="batch", cls=PlainGroup, add_completion=False)
 console = Console(stderr=True, highlight=False)
 
 
@@ -35,7 +36,7 @@ def _client(url: str, key: str | None, key_file: Path | None) -> Iterator[BatchC
         yield client
 
 
-@batch.command()
+@batch.command(cls=PlainCommand)
 def submit(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file, in the format of OpenAI's batches.")],
     endpoint: Annotated[str, option("--endpoint", help="Endpoint of the requests.")] = "/v1/completions",
@@ -57,7 +58,7 @@ def submit(
         print(job["id"])
 
 
-@batch.command()
+@batch.command(cls=PlainCommand)
 def status(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Print the progress of a job."""
     with _client(url, key, key_file) as client:
@@ -65,7 +66,7 @@ def status(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: Key
     print(json.dumps(job) if as_json else _line(job))
 
 
-@batch.command()
+@batch.command(cls=PlainCommand)
 def watch(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Show the progress of a job until it has ended. An interrupt does not affect the job."""
     with _client(url, key, key_file) as client:
@@ -108,7 +109,7 @@ def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
     return job
 
 
-@batch.command()
+@batch.command(cls=PlainCommand)
 def results(
     job_id: JobId,
     output: Annotated[
@@ -127,6 +128,10 @@ def results(
 ) -> None:
     """Write the answer or error of every line, as they are ready, until the job has ended."""
     to_stdout = output == STANDARD_OUTPUT
+    if not to_stdout and Path(output).is_dir():
+        raise ConfigError(f"--output {output} is a folder; give a file")
+    if not to_stdout and not Path(output).parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {Path(output).parent}")
     try:
         with _client(url, key, key_file) as client:
             num_lines = client.results(
@@ -144,9 +149,9 @@ def results(
         print(json.dumps(summary) if as_json else f"{num_lines} line{'s' * (num_lines != 1)} in {output}")
 
 
-@batch.command(name="list")
+@batch.command(name="list", cls=PlainCommand)
 def list_jobs(
-    limit: Annotated[int, option("--limit", help="Number of jobs.")] = 20,
+    limit: Annotated[int, option("--limit", min=1, help="Number of jobs.")] = 20,
     url: Url = DEFAULT_URL,
     key: Key = None,
     key_file: KeyFile = None,
@@ -169,12 +174,14 @@ def list_jobs(
     stdout.print(table)
 
 
-@batch.command()
+@batch.command(cls=PlainCommand)
 def cancel(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Start no more lines of a job; the remaining ones end with an error that reports it."""
     with _client(url, key, key_file) as client:
         job = client.cancel(job_id)
     print(json.dumps(job) if as_json else _line(job))
+    if job["status"] in ENDED:
+        console.print(f"nothing was cancelled: the job had already ended, as {job['status']}", markup=False, soft_wrap=True)
 
 
 def _line(job: dict[str, Any]) -> str:

@@ -15,8 +15,8 @@ from tramontane.cluster.bench.results import BenchResult, RoundPlan
 from tramontane.cluster.bench.workload import Workload
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
+from tramontane.cluster.console.charts import check_plot_target
 from tramontane.cluster.console.options import explicit_options, flags_of, load_config, option, with_options
-from tramontane.cluster.console.plotting import check_plot_target
 from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers
 from tramontane.proto.errors import ConfigError
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -18,7 +19,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
-from tramontane.cluster.console.prompts import text_model_args
+from tramontane.cluster.console.prompts import sampling_params, text_model_args
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
@@ -26,7 +27,8 @@ from tramontane.router.tokenization.chat import ChatMessage, Conversation
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far"
+HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far; /help shows this line"
+COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is none
 DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, but cannot converse"
 
 
@@ -41,7 +43,7 @@ def chat(
 ) -> None:
     """Hold a conversation: each line of standard input is a message; a terminal has history and editing."""
     with load_config(context) as settings:
-        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        sampling = sampling_params(max_tokens, temperature, top_p, top_k, settings.seed)
         display = Display(live=False)
         in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
         messages = TerminalInput() if in_terminal else lines_of_stdin()
@@ -115,16 +117,32 @@ class _Chat:
         self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
         self._conversation = self._empty_conversation = conversation
         self._interrupts, self._display, self._as_json = interrupts, display, as_json
+        self._has_answered = False
 
     async def handle_line(self, line: str) -> None:
-        if line.strip() == "/reset":
-            self._conversation = self._empty_conversation
-            return
+        """Run a command, or answer a message. Raises RequestError for either that cannot be."""
+        match line.strip():
+            case "/reset":
+                self._conversation = self._empty_conversation
+            case "/help":
+                self._display.note(HELP)
+            case command if COMMAND.match(line):
+                raise RequestError(
+                    f"there is no command {command[:40]!r}; commands are /exit, /reset and /help; "
+                    "to send such a line as a message, begin it with a space"
+                )
+            case _:
+                await self._answer_message(line)
+
+    async def _answer_message(self, line: str) -> None:
         self._tokenizer.check_length(line, self._conversation.context)
         extended, prompt_ids = await asyncio.to_thread(self._conversation.with_question, line)
         if extended.num_dropped > self._conversation.num_dropped:
             self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
         answer = ChatReply()
+        if self._has_answered and not self._interrupts and not self._as_json:
+            print()  # between answers by pipe; a terminal shows the question there
+        self._has_answered = True
         await self._interruptible(self._answer(prompt_ids, answer))
         self._conversation = extended.with_answer(answer.text)
         print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)

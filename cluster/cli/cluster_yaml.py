@@ -8,8 +8,9 @@ import typer
 
 from tramontane.cluster.cli.k8s import SHARED_KEYS, ModelHere, ThreadsThere
 from tramontane.cluster.config.engine_keys import BatchingKeys
-from tramontane.cluster.config.parsers import parse_gpu_memory
+from tramontane.cluster.config.key import parse_gpu_memory
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
+from tramontane.cluster.console.output_files import check_replaceable, writing
 from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
     THREADS,
@@ -55,8 +56,8 @@ def cluster_yaml(
 ) -> None:
     """Write a file for ray up: a cluster that serves a model, one machine for each stage."""
     _check_options(provider, machine, gpu_memory, cpu, hosts, ssh_key)
-    if out is not None and out.exists() and not (out.is_file() and out.read_text(encoding="utf-8").startswith(MARK)):
-        raise ConfigError(f"{out} was not written by this command; choose another --out")
+    if out is not None:
+        check_replaceable(out, MARK, "--out")
     args = application_args(context, FIXED_KEYS | {"gpu_memory"})
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     chosen, num_nodes = _machine_for(args, model, replicas, provider, machine, gpu_memory, has_gpu=not cpu)
@@ -77,7 +78,8 @@ def cluster_yaml(
     if out is None:
         typer.echo(render(file), nl=False)
         return
-    out.write_text(render(file), encoding="utf-8")
+    with writing(out, "--out"):
+        out.write_text(render(file), encoding="utf-8")
     typer.echo(f"wrote {out}: {num_nodes} machines with one stage each{f', {chosen.name}' if chosen.name else ''}")
 
 

@@ -32,6 +32,8 @@ source of each value; its output is itself such a file. `plan` and `simulate` re
 options of theirs. A [Ray Serve config](deploy/ray-serve.md) has the keys as `args`, except those marked "not in a Ray
 Serve config".
 
+A switch such as `--local` has a second form, `--no-local`, which overrides a file that turns it on.
+
 Keys without an option can only be set in a file. `tramontane COMMAND --help` lists the options of each command;
 [Command line](cli.md) describes the options that are not keys.
 """
@@ -65,8 +67,8 @@ def _sources(context: typer.Context) -> dict[str, str]:
     """Return where the values come from that are not defaults."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
-    flags = {name: f"--{name.replace('_', '-')}" for name in explicit_options(context) if context.params[name] != ()}
-    return in_file | flags
+    given = {name: context.params[name] for name in explicit_options(context) if context.params[name] != ()}
+    return in_file | {name: f"--{'no-' * (value is False)}{name.replace('_', '-')}" for name, value in given.items()}
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:

@@ -1,11 +1,10 @@
 """``tramontane experts``: show, or rebalance, the expert load of a running server."""
 
 import json
-import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +14,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from tramontane.cluster.common.signals import until_interrupted
 from tramontane.cluster.config.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.heat_map import BUSIEST, busiest_summary, heat_map, legend
+from tramontane.cluster.console.charts import BUSIEST, busiest_summary, heat_map
+from tramontane.cluster.console.charts import heat_legend as legend
 from tramontane.cluster.console.options import flag, option
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers, make_client, request
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
@@ -44,21 +45,15 @@ def experts(
     if watch and as_json:
         raise ConfigError("--watch updates a terminal, so --json cannot be used with it")
     console = Console(highlight=False)
-    with make_client(url, auth_headers(key, key_file)) as client:
+    with until_interrupted() if watch else nullcontext(), make_client(url, auth_headers(key, key_file)) as client:
         if adopt is not None:
             console.print(post_load(client, read_load(adopt, "--adopt")))
-            return
-        if not watch:
-            load = fetch_load(client)
-            if as_json:
-                print(json.dumps(load_as_data(load.tokens)))
-            else:
-                console.print(totals(load, console.width))
-            return
-        for number in (signal.SIGTERM, signal.SIGHUP):  # whose default action would leave the terminal without a cursor
-            signal.signal(number, signal.default_int_handler)
-        with suppress(KeyboardInterrupt):
+        elif watch:
             watch_load(client, console)
+        elif as_json:
+            print(json.dumps(load_as_data(fetch_load(client).tokens)))
+        else:
+            console.print(totals(fetch_load(client), console.width))
 
 
 class NoExpertsError(ConfigError):

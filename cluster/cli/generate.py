@@ -15,7 +15,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
-from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts
+from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts, sampling_params
 from tramontane.cluster.console.run_summary import (
     Completion,
     ExpertIds,
@@ -50,7 +50,7 @@ def generate(
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
     with load_config(context) as settings:
-        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        sampling = sampling_params(max_tokens, temperature, top_p, top_k, settings.seed)
         display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
         try:
             run = run_generate(settings, read_prompts(prompts), sampling, display, show_experts)

@@ -9,6 +9,7 @@ import typer
 
 from tramontane.cluster.config.engine_keys import BatchingKeys
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
+from tramontane.cluster.console.output_files import check_replaceable, writing
 from tramontane.cluster.deploy.k8s_overlay import FILES, MARK, Overlay, overlay_files
 from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
@@ -80,7 +81,8 @@ def k8s(
         image=image,
         base=base,
     )
-    _write(overlay_files(overlay), out)
+    with writing(out, "--out"):
+        _write(overlay_files(overlay), out)
     pods = (len(plan.stages) + config.expert_actors) * replicas
     typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl apply -k {out}")
     needed = out / base / "base"
@@ -98,7 +100,9 @@ def _write(files: dict[str, str], out: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ConfigError if a file is there that the command has not written."""
+    """Raise ConfigError if no folder can be there, or a file is in it that the command has not written."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
     for path in (out / name for name in FILES):
-        if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):
-            raise ConfigError(f"{path} was not written by this command; choose another --out")
+        if path.exists():
+            check_replaceable(path, MARK, "--out")

@@ -1,6 +1,7 @@
 """The ``tramontane`` command, which imports the module of a command when that command runs."""
 
 import asyncio
+import errno
 import io
 import os
 import sys
@@ -11,10 +12,11 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.main import get_command
 
 from tramontane.cluster.common.signals import INTERRUPTED
+from tramontane.cluster.console.commands import PlainCommand, PlainGroup
 from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, UserError
 
@@ -52,7 +54,7 @@ class LazyCommands(Mapping[str, Any]):
         command = getattr(module, function_name)
         if not isinstance(command, typer.Typer):
             function, command = command, typer.Typer(add_completion=False)
-            command.command(name)(function)
+            command.command(name, cls=PlainCommand)(function)
         built = get_command(command)
         built.help = COMMANDS[name]
         return built
@@ -64,7 +66,7 @@ class LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(PlainGroup):
     """A group whose help needs no command's module."""
 
     def __init__(self, **details: Any) -> None:  # noqa: ANN401 - typer's own
@@ -77,10 +79,15 @@ class LazyGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's classes of them are private
         """Show the commands with the words of ``COMMANDS``."""
         shown: list[Any] = [TyperCommand(name, help=text) for name, text in COMMANDS.items()]
-        TyperGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(ctx, formatter)
+        PlainGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(ctx, formatter)
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LazyGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -104,19 +111,38 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     hide_secrets_in_title(sys.argv)
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="tramontane", standalone_mode=False)
     except typer.TyperException as error:
-        code = _print_error(error.format_message().replace("Value error, ", ""), 2)  # pydantic's words, within typer's
+        code = _print_error(_usage_error(error), 2)
     except TramontaneError as error:
         code = _print_error(str(error), 2 if isinstance(error, UserError) else 1)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         code = 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        code = _print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
     if code == INTERRUPTED:  # typer returns the same for Ctrl-C
         _print_error("interrupted", code)
     sys.exit(code or 0)
+
+
+def _usage_error(error: typer.TyperException) -> str:
+    """Return typer's message, and where to look up what the command takes, unless the message describes a wrong value."""
+    message = error.format_message().replace("Value error, ", "")  # pydantic's words, within typer's
+    context = getattr(error, "ctx", None)
+    if context is None or type(error) is typer.BadParameter:
+        return message
+    return f"{message.rstrip('.')}; see {context.command_path} --help"
+
+
+def _discard_output() -> None:
+    """Let nothing more be written to standard output, not even what is in its buffer."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(message: str, code: int) -> int:

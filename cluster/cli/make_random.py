@@ -48,8 +48,15 @@ def make_random(
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console.print(f"writing {format_bytes(num_bytes)} to {out} ...", soft_wrap=True)
+
+    def report_start() -> None:
+        console.print(f"writing {format_bytes(num_bytes)} to {out} ...", soft_wrap=True, markup=False)
+
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(str(out), total=num_bytes)
-        write_random_checkpoint(out, args, LAYOUTS[layout], lambda written: progress.advance(task, written))
-    console.print(f"{out}: {args.n_layers} layers, {format_bytes(num_bytes)}, random", soft_wrap=True)
+
+        def advance(written: int) -> None:
+            progress.advance(task, written)
+
+        write_random_checkpoint(out, args, LAYOUTS[layout], advance, on_start=report_start)
+    console.print(f"{out}: {args.n_layers} layers, {format_bytes(num_bytes)}, random", soft_wrap=True, markup=False)

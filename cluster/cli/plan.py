@@ -10,9 +10,17 @@ from rich.table import Table
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import per_expert
-from tramontane.cluster.config.parsers import for_each_expert_actor
+from tramontane.cluster.config.key import for_each_expert_actor
 from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, key_option, option, with_options
-from tramontane.cluster.planning.capacity import pipeline_capacity, plan_as_data, stage_capacity, suggest_fixes
+from tramontane.cluster.planning.capacity import (
+    LENGTHS,
+    max_length_in_slots,
+    num_seqs_in_pages,
+    pipeline_capacity,
+    plan_as_data,
+    stage_capacity,
+    suggest_fixes,
+)
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, make_plan
 from tramontane.proto.byte_size import GIB
@@ -89,13 +97,13 @@ def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int) -> Pi
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
     """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB."""
     memories, per_gpu = settings.gpu_memory or (), settings.stages_per_gpu
-    if gpus is not None and gpus > MAX_GPUS:
-        raise ConfigError(f"--gpus is {gpus}; it must be at most {MAX_GPUS}")
+    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
     if len(memories) == 1:
-        memories *= 1 if gpus is None else max(gpus, 0)
+        memories *= gpus or 1
     speeds = settings.gpu_speed or (1,) * len(memories)
     for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
-        if number != len(memories) or number < 1:
+        if number != len(memories):
             raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
     budgets = [StageBudget(memory // per_gpu, speed) for memory, speed in zip(memories, speeds, strict=True)]
     return tuple(budget for budget in budgets for _ in range(per_gpu))
@@ -129,16 +137,35 @@ def _show(console: Console, model: str, args: ModelArgs, plan: PipelinePlan, bud
     table.add_row("all", f"0-{args.n_layers - 1}", f"{memory:.2f}", *(f"{total:.2f}" for total in totals), *counts)
     console.print(table)
     if lengths:
-        console.print(f"under {', '.join(lengths)}: sequences of this length that fit next to a stage's weights", end="")
-        console.print(" (in brackets: if every layer kept all positions)" if has_windows else "", end="")
-        console.print("; of all, into the planned pages")
-    pages = ", ".join(f"{c.num_pages} pages for window {c.window or 'none'}" for c in plan.cache.classes)
+        brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
+        explained = f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a stage's weights{brackets}"
+        console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
     dtype, quantize = plan.stages[0].dtype, plan.stages[0].quantize
     weights = f"{dtype}, weights in {quantize}" if quantize else dtype
-    console.print(
-        f"{model} in {weights}, contexts of {plan.max_model_len}: "
-        f"{plan.max_num_seqs} sequence{'s' * (plan.max_num_seqs > 1)} at once; {pages}",
-        soft_wrap=True,
+    console.print(f"{model} in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
+    console.print(_at_once(plan), soft_wrap=True)
+
+
+def _pages(plan: PipelinePlan) -> str:
+    """Describe the pages: ``a cache of 16448 pages of 16 tokens in layers with a sliding window of 4096``."""
+    layers = [
+        f"{c.num_pages} pages of {plan.cache.page_size} tokens in layers "
+        + (f"with a sliding window of {c.window}" if c.window else "without a sliding window")
+        for c in plan.cache.classes
+    ]
+    return f"a cache of {' and '.join(layers)}"
+
+
+def _at_once(plan: PipelinePlan) -> str:
+    """Describe how many sequences fit at once: as many as there are slots, or, if they are long, as the pages hold."""
+    num_slots, length = plan.max_num_seqs, max_length_in_slots(plan)
+    sequences = "1 sequence" if num_slots == 1 else f"{num_slots} sequences"
+    in_slots = f"at once: {sequences} of up to {length} tokens, one per slot (--max-num-seqs)"
+    if length == plan.max_model_len:
+        return f"{in_slots}; there are pages for all of them"
+    longer = sorted({*(each for each in LENGTHS if length < each < plan.max_model_len), plan.max_model_len})
+    return f"{in_slots}; of longer ones as many as the pages hold: " + ", ".join(
+        f"{num_seqs_in_pages(plan, each)} of {each} tokens" for each in longer
     )
 
 

@@ -14,14 +14,13 @@ from rich.table import Column, Table
 
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.charts import check_plot_target, save_figure
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import ConfigDefaults, Json, flag, key_option, option
-from tramontane.cluster.console.plotting import check_plot_target, save_figure
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.simulation.comparison import PERCENTILES, Summary, all_policies, compare
-from tramontane.router.simulation.simulator import PipelineModel, SimTrace
-from tramontane.router.simulation.traffic import LengthDistribution, TrafficModel
+from tramontane.router.simulation.simulator import LengthDistribution, PipelineModel, SimTrace, TrafficModel
 
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration

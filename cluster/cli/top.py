@@ -1,9 +1,8 @@
 """``tramontane top``: show what the pipelines of a running server do, in the terminal."""
 
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext
 from itertools import islice
 from typing import Annotated
 
@@ -13,9 +12,10 @@ from rich.live import Live
 from rich.text import Text
 
 from tramontane.cluster.cli.experts import LoadWindow, NoExpertsError, fetch_load
+from tramontane.cluster.common.signals import until_interrupted
 from tramontane.cluster.config.expert_load import MeasuredLoad
-from tramontane.cluster.console.heat_map import busiest_summary, heat_map
-from tramontane.cluster.console.heat_map import legend as heat_legend
+from tramontane.cluster.console.charts import bin_activity, busiest_summary, heat_legend, heat_map, render_timeline
+from tramontane.cluster.console.charts import timeline_legend as legend
 from tramontane.cluster.console.options import flag
 from tramontane.cluster.console.server_client import (
     DEFAULT_URL,
@@ -27,9 +27,8 @@ from tramontane.cluster.console.server_client import (
     make_client,
     poll_activity,
 )
-from tramontane.cluster.console.timeline import bin_activity, legend, render_timeline
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
-from tramontane.router.engine.activity_log import Activity, MicroBatchModel, Percentiles, PipelineActivity
+from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, Percentiles, PipelineActivity
 
 WINDOW_S = 10.0  # of the timelines and of the busy shares
 BAR_WIDTH = 10  # characters
@@ -47,16 +46,12 @@ def top(
 ) -> None:
     """Show what the pipelines of a running server do, until interrupted."""
     console = Console(highlight=False)
-    with make_client(url, auth_headers(key, key_file)) as client:
+    with nullcontext() if once else until_interrupted(), make_client(url, auth_headers(key, key_file)) as client:
         snapshots = islice(poll_activity(client), 1 if once else None)
-        if not once:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # whose default action would leave the terminal without a cursor
-                signal.signal(number, signal.default_int_handler)
-        with suppress(KeyboardInterrupt):
-            if as_json:
-                _print_json(snapshots)
-            else:
-                _show(render(snapshots, str(client.base_url), console.width, _load_source(client)), console, once)
+        if as_json:
+            _print_json(snapshots)
+        else:
+            _show(render(snapshots, str(client.base_url), console.width, _load_source(client)), console, once)
 
 
 def _print_json(snapshots: Iterable[Snapshot]) -> None:
@@ -99,7 +94,7 @@ class History:
     """The micro-batches of one pipeline that the timelines show."""
 
     def __init__(self) -> None:
-        self._batches: deque[MicroBatchModel] = deque()
+        self._batches: deque[MicroBatchActivity] = deque()
 
     def add(self, pipeline: PipelineActivity, now: float) -> None:
         """Add new micro-batches, in order of completion. Numbers that start again are those of another router."""

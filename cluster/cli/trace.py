@@ -17,6 +17,7 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
+from tramontane.cluster.console.output_files import check_replaceable, writing
 from tramontane.cluster.console.server_client import (
     DEFAULT_URL,
     Key,
@@ -28,7 +29,7 @@ from tramontane.cluster.console.server_client import (
     make_client,
 )
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
-from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
+from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, PipelineActivity
 
 MAX_SECONDS = 3600.0
 POLL_INTERVAL_S = 0.5  # a server reports 1000 micro-batches at once
@@ -51,7 +52,7 @@ def trace(
     """Record what the stages of a running server do for some seconds, as a trace for Perfetto."""
     if not 0 < seconds <= MAX_SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
-    _check_file(output)
+    check_replaceable(output, FILE_START, "-o")
     status = Console(stderr=True, highlight=False).status(f"recording for {seconds:g} s")
     with make_client(url, auth_headers(key, key_file)) as client, status:
         data = build_trace(list(_poll(client, seconds)))
@@ -59,7 +60,8 @@ def trace(
         raise PipelineUnavailableError(
             f"nothing ran in these {seconds:g} s, so {output} was not written; trace while requests run"
         )
-    _write(output, data)
+    with writing(output, "-o"):
+        output.write_text(json.dumps(data), encoding="utf-8")
     print(f"{num_slices(data)} slices in {output}; open it at https://ui.perfetto.dev")
 
 
@@ -74,34 +76,11 @@ def _poll(client: httpx.Client, seconds: float) -> Iterator[Activity]:
         yield snapshot
 
 
-def _check_file(output: Path) -> None:
-    """Check, before the recording, that the file can be written. Raises ConfigError."""
-    if not output.parent.is_dir():
-        raise ConfigError(f"-o {output}: there is no folder {output.parent}")
-    try:
-        if output.exists() and not _is_trace(output):
-            raise ConfigError(f"{output} was not written by this command; choose another -o")
-    except OSError as error:
-        raise ConfigError(f"-o {output} cannot be read: {error.strerror}") from error
-
-
-def _is_trace(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(FILE_START)) == FILE_START.encode()
-
-
-def _write(output: Path, data: dict[str, Any]) -> None:
-    try:
-        output.write_text(json.dumps(data), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"-o {output} cannot be written: {error.strerror}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class StageSlice:
     """The work of one stage on one micro-batch; ``began_s`` counts from the start of the trace."""
 
-    batch: MicroBatchModel
+    batch: MicroBatchActivity
     stage: int
     began_s: float
     busy_s: float
@@ -153,7 +132,7 @@ def _pipeline(process: int, reports: Sequence[PipelineActivity], began_at: float
         yield from _arrow(f"{process}.{epoch}.{number}", path)
 
 
-def _stage_slices(batch: MicroBatchModel, began_at: float) -> Iterator[StageSlice]:
+def _stage_slices(batch: MicroBatchActivity, began_at: float) -> Iterator[StageSlice]:
     for stage, started_at, busy_s, elapsed_s in batch.stages:
         if started_at >= began_at:
             yield StageSlice(batch, stage, started_at - began_at, busy_s, elapsed_s)
@@ -185,7 +164,7 @@ def _slices(process: int, thread: int, lane: Sequence[StageSlice]) -> Iterator[E
         yield {"ph": "X", "name": _kind(batch), "cat": "stage", "pid": process, "tid": thread, **times, "args": args}
 
 
-def _kind(batch: MicroBatchModel) -> str:
+def _kind(batch: MicroBatchActivity) -> str:
     if batch.prefill_tokens and batch.decodes:
         return "mixed"
     return "prefill" if batch.prefill_tokens else "decode"

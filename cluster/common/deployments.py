@@ -6,7 +6,7 @@ that was drained, so that an ingress replica of it which restarts is drained as 
 
 import time
 
-from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
+from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 
 TTL_NS = 900 * 10**9
 

@@ -1,11 +1,12 @@
-"""Detection of dead nodes, whose operating systems cannot close the connections of peers that wait for an answer."""
+"""Detection of dead nodes, whose operating systems cannot close the connections of peers that wait for an answer.
+
+Imports no Ray, so that the API server does not load it.
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
-
-import ray
 
 logger = logging.getLogger(__name__)
 
@@ -15,10 +16,10 @@ RECENT_DEATH_S = 30.0  # for so long Ray Serve may still send requests to a repl
 
 
 class DeadNodeWatcher:
-    """Nodes that Ray has declared dead. Ray is asked only while a caller waits, and once for all callers."""
+    """Nodes that Ray has declared dead. ``list_dead`` is called only while a caller waits, and once for all callers."""
 
-    def __init__(self, list_dead: Callable[[], set[str]] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._list_dead, self._clock = list_dead or _dead_nodes, clock
+    def __init__(self, list_dead: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._list_dead, self._clock = list_dead, clock
         self._polled_at = -POLL_INTERVAL_S
         self._poll: asyncio.Task[set[str]] | None = None
         self._died_at: dict[str, float] = {}
@@ -50,8 +51,3 @@ class DeadNodeWatcher:
             return
         for node in dead:
             self._died_at.setdefault(node, self._polled_at)
-
-
-def _dead_nodes() -> set[str]:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"] for node in nodes if not node["Alive"]}

@@ -5,7 +5,7 @@ import queue
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
 
 INTERRUPTED = 130  # the exit status of a command that was interrupted
@@ -51,6 +51,25 @@ class Interrupts:
             self.stop()
         else:
             self._part.cancel()
+
+
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Let the first signal end the block, which is no error, and ignore the others, so that none interrupts the clean-up.
+
+    The default action would leave a terminal without a cursor. ``timeout`` sends two signals: to its command and to the group.
+    """
+
+    def interrupt(_number: int, _frame: object) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for each in SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(each, interrupt)
+    with suppress(KeyboardInterrupt):
+        yield
 
 
 class SignalCounter:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.request import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +46,21 @@ class ApiKeys:
         """True if requests need a key."""
         return bool(self._fixed) or self._file is not None
 
-    def allows(self, authorization: str | None) -> bool:
-        """Return True if the header has a valid key, or none is needed."""
-        return self.authenticate(authorization) is not None
-
-    def authenticate(self, authorization: str | None) -> int | None:
-        """Return a number for the key in the header ``Authorization: Bearer KEY``; None if it has no valid key.
+    def authenticate(self, authorization: str | None) -> Identity | None:
+        """Return the identity of the key in the header ``Authorization: Bearer KEY``; None if it has no valid key.
 
         Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 if there are not several,
         or none is needed. Invalid headers take the same time, however they differ.
         """
         if not self.is_enabled:
-            return 0
+            return Identity()
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         digest_of_key = _digest(key.strip())
         number = sum(index * hmac.compare_digest(digest_of_key, digest) for index, digest in enumerate(self._known, 1))
         if not number or scheme.lower() != "bearer":
             return None
-        return number if len(self._known) > 1 else 0
+        return Identity(number if len(self._known) > 1 else 0, digest_of_key.hex())
 
     def _reload(self) -> None:
         if self._file is None:

@@ -8,11 +8,19 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from tramontane.cluster.config.engine_keys import DEMO_MODEL, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
-from tramontane.cluster.config.key import KeyGroup, keys_with
+from tramontane.cluster.config.engine_keys import (
+    DEMO_MODEL,
+    BatchingKeys,
+    ExpertKeys,
+    JobKeys,
+    LoggingKeys,
+    PipelineKeys,
+    RunKeys,
+    ScalingKeys,
+    ServingKeys,
+)
+from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, keys_with
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.config.parsers import absolute_database, absolute_folder
-from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 

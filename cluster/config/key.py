@@ -1,9 +1,18 @@
-"""How a key of the configuration is declared."""
+"""How a key of the configuration is declared, and parsers of values that can be written in several ways."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+from tramontane.proto.errors import ConfigError
+
+MIN_GPU_BYTES = 2**10  # 24 without a unit is a mistake
+MAX_GPU_SPEED = 10_000
+MAX_EXPERT_REPLICAS = 2**14
+PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", re.IGNORECASE)
 
 # Larger numbers are mistakes: what is allocated in advance has to stay small.
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
@@ -63,3 +72,98 @@ def extra(field: FieldInfo) -> dict[str, Any]:
 def keys_with(keys: type[BaseModel], **words: bool) -> set[str]:
     """Return the fields for which ``key`` was given these words, such as ``has_flag=False``, by their names in files."""
     return {field.alias or name for name, field in keys.model_fields.items() if words.items() <= extra(field).items()}
+
+
+def has_password(url: str) -> bool:
+    """Return True if a password is before the host or a parameter.
+
+    ``postgresql://me:secret@host/jobs`` and ``postgresql://host/jobs?password=secret`` have one.
+    """
+    return bool(PASSWORD.search(url))
+
+
+def absolute_database(url: SecretStr) -> SecretStr:
+    """Return ``sqlite:///jobs.sqlite`` with the absolute path: three slashes and a path without one in front are relative."""
+    text = url.get_secret_value()
+    driver, mark, path = text.partition(":///")
+    is_relative = driver.startswith("sqlite") and mark and path and not path.startswith(("/", ":memory:", "file:"))
+    return SecretStr(f"{driver}{mark}{Path.cwd() / path}") if is_relative else url
+
+
+def absolute_folder(url: SecretStr) -> SecretStr:
+    """Return the absolute path of a folder; other URLs stay as they are."""
+    text = url.get_secret_value()
+    path = text.removeprefix("file://").removeprefix("file:")
+    return url if "::" in path or "://" in path else SecretStr(str(Path(path).expanduser().absolute()))
+
+
+def parse_gpu_memory(value: object) -> tuple[int, ...] | None:
+    """Return bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
+    return None if value is None else tuple(_parse_size(part, "--gpu-memory") for part in _parts(value))
+
+
+def parse_expert_memory(value: object) -> tuple[int, ...] | None:
+    """Return bytes, as ``parse_gpu_memory`` does. Raises ConfigError."""
+    return None if value is None else tuple(_parse_size(part, "--expert-memory") for part in _parts(value))
+
+
+def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int, ...]:
+    """Return one size per actor. Raises ConfigError if there is neither one for all nor one for each."""
+    if len(sizes) not in (1, num_actors):
+        raise ConfigError(
+            f"--expert-memory is for {len(sizes)} actors and --expert-actors is {num_actors}; "
+            "give one value for all, or one for each"
+        )
+    return sizes if len(sizes) > 1 else sizes * num_actors
+
+
+def parse_expert_replicas(value: object) -> object:
+    """Return a number, or ``auto``. Raises ConfigError."""
+    text = str(value)
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_EXPERT_REPLICAS):
+        raise ConfigError(f"--expert-replicas is {value!r}; it must be a whole number from 1 to {MAX_EXPERT_REPLICAS}, or auto")
+    return text if text == "auto" else int(text)
+
+
+def parse_gpu_speed(value: object) -> tuple[int, ...] | None:
+    """Return whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
+    return None if value is None else tuple(_parse_speed(part) for part in _parts(value))
+
+
+def parse_api_keys(value: object) -> tuple[SecretStr, ...]:
+    """Return keys, from a text or a list of them. Raises ConfigError, which does not repeat them."""
+    keys = [key for key in (value if isinstance(value, list | tuple) else [value]) if key is not None]
+    if not all(isinstance(key, str | SecretStr) for key in keys):
+        raise ConfigError("--api-key must be a text, or a list of texts; in a file, between quotes")
+    return tuple(key if isinstance(key, SecretStr) else SecretStr(str(key)) for key in keys)
+
+
+def parse_url_prefixes(value: object) -> tuple[str, ...]:
+    """Return prefixes, from ``file:///data/in,s3://bucket/in`` or a list. Raises ConfigError, which does not repeat them."""
+    prefixes = tuple(part for part in _parts(value) if part) if value else ()
+    if any(map(has_password, prefixes)):
+        raise ConfigError(
+            "--jobs-url-prefixes has a password, which clients would have to name too; "
+            "leave it to the environment or the files that the storage's library reads"
+        )
+    return prefixes
+
+
+def _parts(value: object) -> list[str]:
+    return [str(part).strip() for part in (value if isinstance(value, list | tuple) else str(value).split(","))]
+
+
+def _parse_size(text: str, flag: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < MIN_GPU_BYTES:
+        raise ConfigError(f"{flag} has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+    return size
+
+
+def _parse_speed(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GPU_SPEED:
+        raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
+    return int(text)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tramontane.cluster.ray_internals.core import json_formatter
+from tramontane.cluster.ray_internals.accessors import json_formatter
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

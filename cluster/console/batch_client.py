@@ -3,10 +3,10 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -19,31 +19,15 @@ MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 WATCH_INTERVAL_S = 1.0
 ENDED = ("completed", "cancelled", "failed", "expired")
 RETRY_STATUSES = (429, 500, 502, 503, 504)
+QUOTA_EXCEEDED = "quota_exceeded"  # the code of a 429 after which only the user can make room
 Job = dict[str, Any]
 
 
-class ResultSink(Protocol):
-    """An output of results. Lines arrive in pieces, cut anywhere."""
-
-    def count_lines(self) -> int:
-        """Return the number of whole lines, after an incomplete one behind them was cut off."""
-        ...
-
-    def appending(self) -> AbstractContextManager[Callable[[bytes], object]]:
-        """Open the output; the context is the function that appends a piece."""
-        ...
-
-    def finish(self) -> None:
-        """Complete the output: all lines have arrived."""
-        ...
-
-    def discard(self) -> None:
-        """Remove the output: the lines are not those of the job."""
-        ...
-
-
 class ResumableFile:
-    """A file with another name until it is complete; an interrupted command leaves it, and the next one continues it."""
+    """A file with another name until it is complete; an interrupted command leaves it, and the next one continues it.
+
+    Lines arrive in pieces, cut anywhere.
+    """
 
     def __init__(self, file: Path, job_id: str) -> None:
         self._file, self._part = file, file.with_name(f"{file.name}.{job_id}.part")
@@ -107,6 +91,9 @@ class StdoutSink:
 
     def discard(self) -> None:
         """Do nothing: the lines may have been read."""
+
+
+ResultSink = ResumableFile | StdoutSink
 
 
 class BatchClient:
@@ -234,10 +221,11 @@ class BatchClient:
     def _raise_for_status(self, answer: httpx.Response) -> None:
         raise_if_unauthorized(self._http, answer)
         try:
-            message = str(answer.json()["error"]["message"])
-        except (ValueError, LookupError, TypeError, RecursionError):
-            message = f"{answer.status_code} {answer.reason_phrase}"
-        if answer.status_code in RETRY_STATUSES:
+            error = answer.json()["error"]
+            message, is_final = str(error["message"]), error.get("code") == QUOTA_EXCEEDED
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            message, is_final = f"{answer.status_code} {answer.reason_phrase}", False
+        if answer.status_code in RETRY_STATUSES and not is_final:
             raise _RetryLater(message, answer.status_code == httpx.codes.TOO_MANY_REQUESTS)
         raise ConfigError(f"--url {self._http.base_url}: {message}")
 

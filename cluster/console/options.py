@@ -60,8 +60,10 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # no
     words, default = field.description, default_text(field)
     if help is None:
         help = f"{words} Default: {default}." if default else words
-    metavar = "" if _flag_type(name) is bool else extra(field)["metavar"]
-    return typer.Option(f"--{name.replace('_', '-')}", help=help, metavar=metavar, rich_help_panel=title, **details)
+    flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"]
+    if _flag_type(name) is bool:  # the second form overrides a file
+        flag_name, metavar = f"{flag_name}/--no-{flag_name.removeprefix('--')}", ""
+    return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
 
 
 def with_options(*keys: str, config: Any = Config) -> Callable[[Command], Command]:  # noqa: ANN401

@@ -7,6 +7,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import CheckpointError, ConfigError, RequestError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import is_preset, resolve_model_args
+from tramontane.proto.request import SamplingParams
 from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -37,6 +38,15 @@ def _lines_of_stdin() -> list[str]:
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
+
+
+def sampling_params(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int) -> SamplingParams:
+    """Return the parameters of these options. Raises RequestError, which names the option."""
+    try:
+        return SamplingParams(max_tokens, temperature, top_p, top_k, seed=seed)
+    except RequestError as error:
+        name, rest = str(error).split(" ", 1)
+        raise RequestError(f"--{name.replace('_', '-')} {rest}") from error
 
 
 def text_model_args(config: EngineConfig) -> ModelArgs:

@@ -5,7 +5,7 @@ from subprocess import list2cmdline
 
 import psutil
 
-from tramontane.cluster.ray_internals.core import set_process_title
+from tramontane.cluster.ray_internals.accessors import set_process_title
 
 FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
 HIDDEN = "***"

@@ -58,7 +58,8 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
     try:
         answer = client.request(method, path, **options)
     except httpx.HTTPError as error:
-        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+        advice = "; is tramontane serve running there?" if isinstance(error, httpx.ConnectError) else ""
+        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}{advice}") from error
     raise_if_unauthorized(client, answer)
     return answer
 

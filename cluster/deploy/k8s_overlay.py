@@ -5,26 +5,8 @@ from typing import Any
 
 import yaml
 
-from tramontane.cluster.deploy.k8s_pods import (
-    APP_LABEL,
-    EXPERT,
-    GRPC_PORT,
-    HTTP_PORT,
-    IMAGE,
-    INGRESS_RESOURCE,
-    KEYS_FILE,
-    KEYS_FOLDER,
-    MODELS_FOLDER,
-    NUM_INGRESSES,
-    ROLE_LABEL,
-    ROUTER_RESOURCE,
-    STAGE,
-    Document,
-    WorkerPodSpec,
-    head_group,
-    ingress_group,
-    worker_group,
-)
+from tramontane.cluster.deploy import k8s_pods as pods
+from tramontane.cluster.deploy.k8s_pods import Document, WorkerPodSpec
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import policy_for
 
@@ -79,11 +61,11 @@ def overlay_files(overlay: Overlay) -> dict[str, str]:
 
 def serve_config(overlay: Overlay) -> Document:
     """Return the Ray Serve config. The number of pipelines is not in ``args``: a change there would replace all of them."""
-    args: Document = {} if overlay.model is None else {"model": f"{MODELS_FOLDER}/{overlay.model}"}
+    args: Document = {} if overlay.model is None else {"model": f"{pods.MODELS_FOLDER}/{overlay.model}"}
     args |= {
-        "api_key_file": f"{KEYS_FOLDER}/{KEYS_FILE}",
+        "api_key_file": f"{pods.KEYS_FOLDER}/{pods.KEYS_FILE}",
         "placement_timeout": NODES_TIMEOUT_S,
-        "ingress_replicas": NUM_INGRESSES,
+        "ingress_replicas": pods.NUM_INGRESSES,
     }
     application = {
         "name": APPLICATION,
@@ -91,15 +73,15 @@ def serve_config(overlay: Overlay) -> Document:
         "import_path": "tramontane.cluster.serving.app:build",
         "args": args | overlay.args,
         "deployments": [
-            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
-            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
-            {"name": "Ingress", "num_replicas": NUM_INGRESSES, "ray_actor_options": _ingress_resources(INGRESS_RESOURCE, 1)},
+            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _needs(pods.ROUTER_RESOURCE)},
+            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _needs(pods.ROUTER_RESOURCE)},
+            {"name": "Ingress", "num_replicas": pods.NUM_INGRESSES, "ray_actor_options": _needs(pods.INGRESS_RESOURCE)},
         ],
     }
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
-        "grpc_options": {"port": GRPC_PORT, "enable_reflection": False, "grpc_servicer_functions": list(GRPC_FUNCTIONS)},
+        "http_options": {"host": "0.0.0.0", "port": pods.HTTP_PORT},
+        "grpc_options": {"port": pods.GRPC_PORT, "enable_reflection": False, "grpc_servicer_functions": list(GRPC_FUNCTIONS)},
         "applications": [application],
     }
 
@@ -113,8 +95,8 @@ def _pipelines(overlay: Overlay) -> Document:
     return {"autoscaling_config": scaling | {"policy": policy_for(TARGET_LOAD, None)}}
 
 
-def _ingress_resources(resource: str, amount: float) -> Document:
-    return {"num_cpus": 0, "resources": {resource: amount}}
+def _needs(resource: str) -> Document:
+    return {"num_cpus": 0, "resources": {resource: 1}}
 
 
 def _ray_service(overlay: Overlay) -> Document:
@@ -125,8 +107,8 @@ def _ray_service(overlay: Overlay) -> Document:
     if overlay.is_autoscaled:
         cluster["enableInTreeAutoscaling"] = True
         cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_TIMEOUT_S}
-    cluster["headGroupSpec"] = head_group(overlay.model)
-    cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
+    cluster["headGroupSpec"] = pods.head_group(overlay.model)
+    cluster["workerGroupSpecs"] = [pods.ingress_group(overlay.model), *_actors(overlay)]
     spec = {
         "upgradeStrategy": {"type": "None"},  # a second cluster next to this one would need as many GPUs again
         "excludeHeadPodFromServeSvc": True,
@@ -137,9 +119,9 @@ def _ray_service(overlay: Overlay) -> Document:
 
 
 def _actors(overlay: Overlay) -> list[Document]:
-    groups = [(STAGE, "stages", overlay.num_stages), (EXPERT, "experts", overlay.num_experts)]
+    groups = [(pods.STAGE, "stages", overlay.num_stages), (pods.EXPERT, "experts", overlay.num_experts)]
     return [
-        worker_group(role, name, count * overlay.replicas, count * overlay.max_replicas, overlay.workers, overlay.model)
+        pods.worker_group(role, name, count * overlay.replicas, count * overlay.max_replicas, overlay.workers, overlay.model)
         for role, name, count in groups
         if count
     ]
@@ -156,15 +138,15 @@ def _kustomization(overlay: Overlay) -> Document:
     }
     if overlay.model is not None:
         document["patchesStrategicMerge"] = [MODEL_FILE]
-    return document | {"images": [{"name": IMAGE, "newName": name, "newTag": tag}]}
+    return document | {"images": [{"name": pods.IMAGE, "newName": name, "newTag": tag}]}
 
 
 def _disruption_budget(overlay: Overlay) -> Document:
     """Let nodes be drained one at a time, so that a pipeline waits for one stage only."""
-    pods = (overlay.num_stages + overlay.num_experts) * overlay.replicas
-    roles = [{"key": ROLE_LABEL, "operator": "In", "values": [STAGE, EXPERT]}]
-    selector = {"matchLabels": {APP_LABEL: NAME}, "matchExpressions": roles}
-    spec = {"minAvailable": pods - 1, "selector": selector}
+    num_pods = (overlay.num_stages + overlay.num_experts) * overlay.replicas
+    roles = [{"key": pods.ROLE_LABEL, "operator": "In", "values": [pods.STAGE, pods.EXPERT]}]
+    selector = {"matchLabels": {pods.APP_LABEL: NAME}, "matchExpressions": roles}
+    spec = {"minAvailable": num_pods - 1, "selector": selector}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "tramontane-stages"}, "spec": spec}
 
 

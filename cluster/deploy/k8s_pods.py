@@ -70,7 +70,8 @@ def worker_group(role: str, name: str, min_pods: int, max_pods: int, pod: Worker
     The pods have their own readiness probe: the operator's checks Ray Serve's proxy, which only ingress pods have, and a
     PodDisruptionBudget counts only ready pods.
     """
-    container = _container("ray-worker", pod.threads + 1, _pod_bytes(pod), {}, model)
+    num_bytes = HOST_BYTES if pod.has_gpu else pod.memory + OVERHEAD_BYTES
+    container = _container("ray-worker", pod.threads + 1, num_bytes, {}, model)
     container["readinessProbe"] = {"httpGet": {"path": "/api/healthz", "port": AGENT_PORT}, "periodSeconds": 5}
     spec = _pod_spec(container, model)
     start = _ray_start_params(pod.threads)
@@ -92,10 +93,6 @@ def _group(name: str, min_pods: int, max_pods: int, start: dict[str, str], templ
 def _ray_start_params(num_cpus: int) -> dict[str, str]:
     """Return the parameters of ``ray start``. OMP_NUM_THREADS is not set, so Ray derives the actors' threads from num-cpus."""
     return {"num-cpus": str(num_cpus), "object-store-memory": str(STORE_BYTES)}
-
-
-def _pod_bytes(pod: WorkerPodSpec) -> int:
-    return HOST_BYTES if pod.has_gpu else pod.memory + OVERHEAD_BYTES
 
 
 def _labels(role: str) -> dict[str, str]:

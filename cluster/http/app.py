@@ -22,16 +22,16 @@ from starlette.types import ExceptionHandler
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
-from tramontane.cluster.http.errors import ERROR_HANDLERS, json_error, request_id, request_owner
+from tramontane.cluster.http.errors import ERROR_HANDLERS, json_error, request_id, request_identity
 from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME, NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
 from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, sse_events
 from tramontane.cluster.http.static_pages import docs_routes, ui_routes
-from tramontane.proto.errors import ConfigError, OverloadedError
-from tramontane.proto.log_fields import request_fields
+from tramontane.proto.errors import DEFECT, ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import request_fields
 from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
@@ -44,6 +44,12 @@ from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tramontane.router.tokenization.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
+
+OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
+METRICS = (
+    "Ray exports the metrics of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
+    "see Metrics in docs/observability.md"
+)
 
 # Rebalances experts for a load; returns how many experts were loaded for that, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
@@ -206,7 +212,9 @@ class HttpApp:
 
         Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
         """
-        source = RequestTokenSource(self._source, request_owner(request), _deadline(request, resumed), request_id(request))
+        source = RequestTokenSource(
+            self._source, request_identity(request).owner, _deadline(request, resumed), request_id(request)
+        )
         if not resumed.is_resumed:
             source.check_capacity(1)
         return source
@@ -257,9 +265,8 @@ def _not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception]
         assert isinstance(error, HTTPException)
         path = f"{request.url.path!r:.100}"
         if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
-            return json_error(
-                error.status_code, f"{path} is not here; GET /openapi.json lists what is, /docs shows it", "invalid_request_error"
-            )
+            advice = METRICS if request.url.path.rstrip("/").endswith("/metrics") else OTHER_PATHS
+            return json_error(error.status_code, f"{path} is not here; {advice}", "invalid_request_error")
         methods = _methods(routes, request)  # of all routes with this path; the error has those of one
         message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
         return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
@@ -279,6 +286,6 @@ def _internal_error_handler(sends_request_id: bool) -> Callable[[Request, Except
         headers = (
             {"x-request-id": failed_id} if sends_request_id else {}
         )  # AuthMiddleware is further inside, and does not see this
-        return json_error(500, "the server has a defect; its log says more", "server_error", headers=headers)
+        return json_error(500, DEFECT, "server_error", headers=headers)
 
     return answer

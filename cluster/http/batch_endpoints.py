@@ -14,22 +14,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tramontane.cluster.http.body_limits import BodyLimiter
+from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
-from tramontane.router.batch import schema as shapes
-from tramontane.router.batch.result_files import result_line
-from tramontane.router.batch.schema import (
-    MAX_FILE_LIST,
-    MAX_LIST,
-    BatchRequest,
-    batch_object,
-    check_query,
-    file_object,
-    paginate,
-    parse_batch,
-    parse_choice,
-    parse_limit,
-)
+from tramontane.router.batch import schema
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import PIECE
 from tramontane.router.batch.store import StoredJob
@@ -42,9 +30,9 @@ MAX_FIELDS = 8
 JSONL = "application/jsonl"
 TEXT: JsonSchema = {"type": "string"}
 ORDER: JsonSchema = {"enum": ["asc", "desc"]}
-LIMIT_SCHEMA: JsonSchema = {"type": "integer", "minimum": 1, "maximum": MAX_FILE_LIST}
+LIMIT_SCHEMA: JsonSchema = {"type": "integer", "minimum": 1, "maximum": schema.MAX_FILE_LIST}
 FILE_QUERY = {"limit": LIMIT_SCHEMA, "after": TEXT, "order": ORDER, "purpose": TEXT}
-BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIST}, "after": TEXT}
+BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": schema.MAX_LIST}, "after": TEXT}
 RESULTS_QUERY = {"offset": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}}
 BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 
@@ -52,21 +40,21 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
     {
         ("POST", "/v1/files"): Operation(
             "Store a file of requests",
-            shapes.StoredFile,
-            (400, 408, 413, 503),
-            shapes.FileUpload,
+            schema.StoredFile,
+            (400, 408, 413, 429, 503),
+            schema.FileUpload,
             body_type="multipart/form-data",
         ),
-        ("GET", "/v1/files"): Operation("The files", shapes.FileList, (400, 404, 503), query=FILE_QUERY),
-        ("GET", "/v1/files/{file_id}"): Operation("A file", shapes.StoredFile, (404, 503)),
-        ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", shapes.DeletedFile, (404, 503)),
+        ("GET", "/v1/files"): Operation("The files", schema.FileList, (400, 404, 503), query=FILE_QUERY),
+        ("GET", "/v1/files/{file_id}"): Operation("A file", schema.StoredFile, (404, 503)),
+        ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", schema.DeletedFile, (404, 503)),
         ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", errors=(404, 503), answer_type=JSONL),
         ("POST", "/v1/batches"): Operation(
-            "Start a batch job", shapes.Batch, (400, 404, 408, 413, 429, 503), BatchRequest, BATCH_EXAMPLE
+            "Start a batch job", schema.Batch, (400, 404, 408, 413, 429, 503), schema.BatchRequest, BATCH_EXAMPLE
         ),
-        ("GET", "/v1/batches"): Operation("The batch jobs", shapes.BatchList, (400, 404, 503), query=BATCH_QUERY),
-        ("GET", "/v1/batches/{job_id}"): Operation("A batch job", shapes.Batch, (404, 503)),
-        ("POST", "/v1/batches/{job_id}/cancel"): Operation("Cancel a batch job", shapes.Batch, (404, 503)),
+        ("GET", "/v1/batches"): Operation("The batch jobs", schema.BatchList, (400, 404, 503), query=BATCH_QUERY),
+        ("GET", "/v1/batches/{job_id}"): Operation("A batch job", schema.Batch, (404, 503)),
+        ("POST", "/v1/batches/{job_id}/cancel"): Operation("Cancel a batch job", schema.Batch, (404, 503)),
         ("GET", "/v1/batches/{job_id}/results"): Operation(
             "Results of a batch job, while it runs", errors=(400, 404, 429, 503), answer_type=JSONL, query=RESULTS_QUERY
         ),
@@ -75,10 +63,14 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
 
 
 class BatchEndpoints:
-    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``."""
+    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``. A client sees those of its API key only."""
 
     def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
-        self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyLimiter()
+        self._shared_service, self._limits, self._bodies = service, service.limits, bodies or BodyLimiter()
+        self._keep_s = service.limits.keep_s
+
+    def _service(self, request: Request) -> BatchService:
+        return self._shared_service.for_tenant(request_identity(request).tenant)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -98,7 +90,9 @@ class BatchEndpoints:
     async def upload(self, request: Request) -> Response:
         """Answer ``POST /v1/files``, a form with ``file`` and ``purpose``. Files above 1 MiB are spooled to disk."""
         _require_multipart(request.headers.get("content-type", ""))
-        max_body = self._service.limits.max_bytes + MULTIPART_OVERHEAD
+        service = self._service(request)
+        await service.check_upload(min(_min_file_size(request), self._limits.max_bytes))  # before the body is read
+        max_body = self._limits.max_bytes + MULTIPART_OVERHEAD
         parser = MultiPartParser(request.headers, self._bodies.stream(request, max_body), max_files=1, max_fields=MAX_FIELDS)
         try:
             form = await parser.parse()
@@ -106,73 +100,81 @@ class BatchEndpoints:
             raise JobRefusedError(f"the form cannot be read: {error!s:.200}") from error
         try:
             file = _file_of(form)
-            record = await self._service.upload(file.filename or "file", "batch", _pieces(file.file))
+            record = await service.upload(file.filename or "file", "batch", _pieces(file.file))
         finally:
             await form.close()
-        return JSONResponse(file_object(record, self._keep_s))
+        return JSONResponse(schema.file_object(record, self._keep_s))
 
     async def list_files(self, request: Request) -> Response:
         """Answer ``GET /v1/files``."""
         query = request.query_params
-        check_query(query, "limit", "after", "order", "purpose")
-        limit = parse_limit(query, MAX_FILE_LIST, MAX_FILE_LIST)
-        newest_first = parse_choice(query, "order", "asc", "desc") != "asc"
+        schema.check_query(query, "limit", "after", "order", "purpose")
+        limit = schema.parse_limit(query, schema.MAX_FILE_LIST, schema.MAX_FILE_LIST)
+        newest_first = schema.parse_choice(query, "order", "asc", "desc") != "asc"
         if "\0" in (purpose := query.get("purpose", "")):
             raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
-        files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
-        return JSONResponse(paginate([file_object(file, self._keep_s) for file in files], limit))
+        files = await self._service(request).list_files(limit + 1, query.get("after"), purpose or None, newest_first)
+        return JSONResponse(schema.paginate([schema.file_object(file, self._keep_s) for file in files], limit))
 
     async def file(self, request: Request) -> Response:
         """Answer ``GET /v1/files/{file_id}``."""
-        return JSONResponse(file_object(await self._service.file(request.path_params["file_id"]), self._keep_s))
+        return JSONResponse(schema.file_object(await self._service(request).file(request.path_params["file_id"]), self._keep_s))
 
     async def delete_file(self, request: Request) -> Response:
         """Answer ``DELETE /v1/files/{file_id}``."""
         file_id = request.path_params["file_id"]
-        await self._service.delete_file(file_id)
+        await self._service(request).delete_file(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """Answer ``GET /v1/files/{file_id}/content``."""
-        record = await self._service.file(request.path_params["file_id"])
-        pieces = await self._service.content(record.file_id)
+        service = self._service(request)
+        record = await service.file(request.path_params["file_id"])
+        pieces = await service.content(record.file_id)
         headers = {"content-length": str(record.num_bytes)}
         return StreamingResponse(pieces, media_type=JSONL, headers=headers)
 
     async def create(self, request: Request) -> Response:
         """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before returns the same job."""
-        parsed = parse_batch(await self._bodies.read(request, MAX_BATCH_BODY))
+        parsed = schema.parse_batch(await self._bodies.read(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
-        return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
+        return self._batch(await self._service(request).submit_file(parsed.input_file_id, parsed.options, key))
 
     async def list_batches(self, request: Request) -> Response:
         """Answer ``GET /v1/batches``."""
-        check_query(request.query_params, "limit", "after")
-        limit = parse_limit(request.query_params, 20, MAX_LIST)
-        jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
-        return JSONResponse(paginate([batch_object(job, self._keep_s) for job in jobs], limit))
+        schema.check_query(request.query_params, "limit", "after")
+        limit = schema.parse_limit(request.query_params, 20, schema.MAX_LIST)
+        jobs = await self._service(request).list_stored(limit + 1, request.query_params.get("after"))
+        return JSONResponse(schema.paginate([schema.batch_object(job, self._keep_s) for job in jobs], limit))
 
     async def batch(self, request: Request) -> Response:
         """Answer ``GET /v1/batches/{job_id}``."""
-        return self._batch(await self._service.get_stored(request.path_params["job_id"]))
+        return self._batch(await self._service(request).get_stored(request.path_params["job_id"]))
 
     async def cancel(self, request: Request) -> Response:
         """Answer ``POST /v1/batches/{job_id}/cancel``."""
-        return self._batch(await self._service.cancel_stored(request.path_params["job_id"]))
+        return self._batch(await self._service(request).cancel_stored(request.path_params["job_id"]))
 
     async def results(self, request: Request) -> Response:
         """Stream answers and errors as lines of the output file, from ``offset`` on until the job has ended."""
-        check_query(request.query_params, "offset")
+        schema.check_query(request.query_params, "offset")
         offset = request.query_params.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
             raise ParameterError(f"offset is {offset!r:.60}; it must be a whole number from 0", "offset")
-        job_id = (await self._service.get_stored(request.path_params["job_id"])).job.job_id
-        lines = _result_lines(self._service, job_id, int(offset))
+        service = self._service(request)
+        job_id = (await service.get_stored(request.path_params["job_id"])).job.job_id
+        lines = _result_lines(service, job_id, int(offset))
         await anext(lines)  # a refusal needs to come before the response has a status
         return StreamingResponse(lines, media_type=JSONL)
 
     def _batch(self, job: StoredJob) -> Response:
-        return JSONResponse(batch_object(job, self._keep_s))
+        return JSONResponse(schema.batch_object(job, self._keep_s))
+
+
+def _min_file_size(request: Request) -> int:
+    """Return how large the form's file is at least, by the request's headers."""
+    length = request.headers.get("content-length", "")
+    return max(int(length) - MULTIPART_OVERHEAD, 0) if length.isascii() and length.isdecimal() and len(length) < 16 else 0
 
 
 def _require_multipart(content_type: str) -> None:
@@ -210,7 +212,7 @@ async def _result_lines(service: BatchService, job_id: str, offset: int) -> Asyn
         async with aclosing(service.stored_results(job_id, offset)) as results:
             try:
                 async for result in results:
-                    yield result_line(job_id, result)
+                    yield schema.result_line(job_id, result)
             except TramontaneError as error:  # the client sees a stream that broke off, and may ask again
                 logger.warning("results of %s broke off: %s", job_id, error)
                 raise

@@ -12,7 +12,7 @@ from starlette.types import ExceptionHandler
 
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
 from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
-from tramontane.proto.log_fields import request_fields
+from tramontane.proto.request import Identity, request_fields
 from tramontane.router.openai.errors import HttpErrorSpec, error_body, http_error_for
 from tramontane.router.openai.responses import ErrorType
 
@@ -55,9 +55,10 @@ def request_id(request: Request) -> str:
     return str(getattr(request.state, "request_id", "-"))
 
 
-def request_owner(request: Request) -> int:
-    """Return a number that stands for the request's API key, as ``AuthMiddleware`` set it."""
-    return int(getattr(request.state, "owner", 0))
+def request_identity(request: Request) -> Identity:
+    """Return who sends the request, as ``AuthMiddleware`` set it."""
+    identity: Identity = getattr(request.state, "identity", Identity())
+    return identity
 
 
 async def _failed(request: Request, error: Exception) -> Response:

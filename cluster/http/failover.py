@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.failover_response import SCOPE_RESUME, FailoverResponse
-from tramontane.proto.log_fields import REQUEST_ID_HEADER, request_fields
+from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before another attempt, after an ingress that was soon lost and sent no update
@@ -29,9 +29,8 @@ class FailoverMiddleware:
     continue a response may be followed by another attempt when it is full or failing.
     """
 
-    def __init__(self, app: ASGIApp, nodes: DeadNodeWatcher | None = None) -> None:
-        self._app = app
-        self._nodes = nodes or DeadNodeWatcher()
+    def __init__(self, app: ASGIApp, nodes: DeadNodeWatcher) -> None:
+        self._app, self._nodes = app, nodes
         self._num_buffered = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

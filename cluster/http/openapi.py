@@ -146,7 +146,6 @@ def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
 
 
 def _reachable_names(schemas: Mapping[str, JsonSchema], names: Sequence[str]) -> set[str]:
-    """Return these names of schemas, and all names that they refer to."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:

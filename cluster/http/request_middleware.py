@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import static_pages
 from tramontane.cluster.http.errors import json_error
-from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, request_fields
+from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Identity, request_fields
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class AuthMiddleware:
             access_log.write(scope, request_id)
 
     async def _dispatch(self, scope: Scope, receive: Receive, respond: Send) -> None:
-        owner = 0 if _path(scope) in PUBLIC_PATHS else self._keys.authenticate(_authorization(scope))
-        if owner is not None:
-            scope["state"]["owner"] = owner
+        identity = Identity() if _path(scope) in PUBLIC_PATHS else self._keys.authenticate(_authorization(scope))
+        if identity is not None:
+            scope["state"]["identity"] = identity
             await self._app(scope, receive, respond)
         else:
             refusal = json_error(

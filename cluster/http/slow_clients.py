@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.proto.log_fields import request_fields
+from tramontane.proto.request import request_fields
 
 TIMEOUT_HEADER = "x-slow-reader-timeout"  # from an ingress to its proxy, seconds; not sent to clients
 MAX_BUFFERED = 16  # writes of a stream
@@ -25,7 +25,7 @@ PIECE_BYTES = 2**16  # an HTTP server buffers a write whole, however large, and 
 
 logger = logging.getLogger(__name__)
 
-# Returns how many messages Ray Serve holds for the request that is being answered; set by ``response_queues``.
+# Returns how many messages Ray Serve holds for the request that is being answered; set by ``track_response_queues``.
 buffered_messages: ContextVar[Callable[[], int]] = ContextVar("buffered_messages")
 
 

@@ -6,12 +6,15 @@ requests with a key, as any client does.
 
 import base64
 import hashlib
+from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 DOCS_PACKAGE = "fastapi_offline"
 DOCS_ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
@@ -50,15 +53,9 @@ UI_ASSETS = {
     f"/ui/{path.name}": path for path in sorted(UI_FOLDER.iterdir()) if path.suffix in UI_MEDIA_TYPES and path.name != UI_PAGE
 }
 UI_PATHS = frozenset({"/ui", "/ui/", *UI_ASSETS})
-UI_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        *(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors")),
-    )
+UI_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 UI_HEADERS = {
     "cache-control": "no-cache",  # a browser asks whether its copy is current, which it is not after an upgrade
@@ -70,14 +67,24 @@ UI_HEADERS = {
 
 def docs_routes() -> list[Route]:
     """Return the routes of ``/docs`` and its files."""
-    assets = [Route(f"/docs/{name}", _docs_asset, methods=["GET"], include_in_schema=False) for name in DOCS_ASSETS]
-    pages = [Route("/docs", _docs_page, methods=["GET"], include_in_schema=False)]
-    return [*pages, Route("/docs/", _redirect_to_docs, methods=["GET"], include_in_schema=False), *assets]
+    return [
+        _get("/docs", _docs_page),
+        _get("/docs/", _redirect("../docs")),
+        *(_get(f"/docs/{name}", _docs_asset) for name in DOCS_ASSETS),
+    ]
 
 
-async def _redirect_to_docs(_request: Request) -> Response:
-    """Redirect to the path without a slash, to which the names of the page's files are relative."""
-    return RedirectResponse("../docs")
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["GET"], include_in_schema=False)
+
+
+def _redirect(page: str, headers: dict[str, str] | None = None) -> Endpoint:
+    """Return an endpoint that redirects to the path without a slash, to which the names of a page's files are relative."""
+
+    async def redirect(_request: Request) -> Response:
+        return RedirectResponse(page, headers=headers)
+
+    return redirect
 
 
 async def _docs_page(_request: Request) -> Response:
@@ -95,14 +102,7 @@ async def _docs_asset(request: Request) -> Response:
 
 def ui_routes() -> list[Route]:
     """Return the routes of ``/ui`` and its files."""
-    pages = [Route("/ui", _ui_page, methods=["GET"], include_in_schema=False)]
-    pages.append(Route("/ui/", _redirect_to_ui, methods=["GET"], include_in_schema=False))
-    return [*pages, *(Route(path, _ui_asset, methods=["GET"], include_in_schema=False) for path in UI_ASSETS)]
-
-
-async def _redirect_to_ui(_request: Request) -> Response:
-    """Redirect to the path without a slash, to which the names of the page's files are relative."""
-    return RedirectResponse("../ui", headers=UI_HEADERS)
+    return [_get("/ui", _ui_page), _get("/ui/", _redirect("../ui", UI_HEADERS)), *(_get(path, _ui_asset) for path in UI_ASSETS)]
 
 
 async def _ui_page(request: Request) -> Response:

@@ -1,8 +1,7 @@
 """Offline generation: ``from tramontane.llm import LLM, SamplingParams, EngineConfig``."""
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.llm.offline import LLM
-from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput, TokenLogprob
+from tramontane.cluster.llm.offline import LLM, CompletionOutput, GenerationOutput, TokenLogprob
 from tramontane.proto.request import FinishReason, SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams", "TokenLogprob"]

@@ -1,10 +1,10 @@
-"""``LLM``: a pipeline for the Python program that creates it, without a server."""
+"""``LLM``: a pipeline for the Python program that creates it, without a server. Its results have the shape of vLLM's."""
 
 import asyncio
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,13 +14,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
-from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput, TokenLogprob
 from tramontane.cluster.llm.prompts import Message, Prompt, PromptEncoder
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.tokenizer import IncrementalDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability, and the likeliest tokens at its position: (token id, log-probability), likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt. ``index`` counts the completions of the same prompt.
+
+    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """A prompt and its completions. ``prompt`` is None where the prompt was given as token ids.
+
+    ``prompt_logprobs`` has an entry per token of the prompt after the first if ``SamplingParams.prompt_logprobs`` asks for
+    them, or else is empty.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LLM:

@@ -49,10 +49,7 @@ class PipelineMetrics:
         self._inc(table.PREEMPTIONS, router.scheduler.num_preempted)
         self._inc(table.RECOVERIES, progress.num_recoveries)
         self._inc(table.PAUSES, progress.paused_s)
-        self._observe_sizes(counts.micro_batch_tokens)
-
-    def _observe_sizes(self, sizes: SampleBuffer) -> None:
-        for tokens in sizes.take():
+        for tokens in counts.micro_batch_tokens.take():
             self._tokens.observe(tokens, self._tags)
 
     def _export_queue(self, scheduler: Scheduler) -> None:

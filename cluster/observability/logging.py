@@ -9,9 +9,8 @@ from contextvars import Context
 from dataclasses import asdict
 
 from tramontane.cluster.config.logging import ContextFilter, LogSettings
-from tramontane.cluster.ray_internals.serve import bind_request_id, bind_trace, current_request_id, serve_logger
-from tramontane.proto.log_fields import request_fields
-from tramontane.proto.request import SequenceRequest
+from tramontane.cluster.ray_internals.accessors import bind_request_id, bind_trace, current_request_id, serve_logger
+from tramontane.proto.request import SequenceRequest, request_fields
 from tramontane.router.engine.active_request import ActiveRequest
 
 MAX_ID = 128  # characters, as over HTTP

@@ -152,8 +152,8 @@ class DeltaCounter:
 class ExpertTokenMetrics:
     """Exports the tokens that were routed to the experts of a stage's layers."""
 
-    def __init__(self, counter: Counter, pipeline: str, stage_id: int) -> None:
-        self._tokens = DeltaCounter(counter)
+    def __init__(self, factory: MetricFactory, pipeline: str, stage_id: int) -> None:
+        self._tokens = DeltaCounter(factory.counter(EXPERT_TOKENS))
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
     def export(self, load: Mapping[int, Sequence[int]]) -> None:
@@ -166,22 +166,11 @@ class ExpertTokenMetrics:
 class ExpertWorkMetrics:
     """Exports the work of an expert actor."""
 
-    def __init__(self, busy_s: Counter, rows: Counter, pipeline: str, actor_id: int) -> None:
-        self._busy_s, self._rows = DeltaCounter(busy_s), DeltaCounter(rows)
+    def __init__(self, factory: MetricFactory, pipeline: str, actor_id: int) -> None:
+        self._busy_s, self._rows = (DeltaCounter(factory.counter(metric)) for metric in (EXPERT_BUSY, EXPERT_ROWS))
         self._tags = {"pipeline": pipeline, "actor": str(actor_id)}
 
     def export(self, busy_s: float, num_rows: int) -> None:
         """Export the totals so far."""
         self._busy_s.update(busy_s, self._tags)
         self._rows.update(num_rows, self._tags)
-
-
-def expert_tokens(pipeline: str, stage_id: int) -> ExpertTokenMetrics:
-    """Make the exporter of a stage in the process that runs it."""
-    return ExpertTokenMetrics(MetricFactory().counter(EXPERT_TOKENS), pipeline, stage_id)
-
-
-def expert_work(pipeline: str, actor_id: int) -> ExpertWorkMetrics:
-    """Make the exporter of an expert actor in its process."""
-    factory = MetricFactory()
-    return ExpertWorkMetrics(factory.counter(EXPERT_BUSY), factory.counter(EXPERT_ROWS), pipeline, actor_id)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from tramontane.cluster.ray_internals.core import import_attribute
-from tramontane.cluster.ray_internals.serve import is_tracing_enabled, serve_controller, set_proxy_tracing
+from tramontane.cluster.ray_internals.accessors import import_attribute, is_tracing_enabled, serve_controller, set_proxy_tracing
 from tramontane.cluster.ray_internals.table import FILE_EXPORTER
 from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.health import HealthTracker

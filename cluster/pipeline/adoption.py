@@ -19,13 +19,13 @@ from tramontane.cluster.actors.lease import actor_holder_name
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import LeaseError
-from tramontane.workers.weights.fingerprint import Fingerprint
+from tramontane.workers.weights.checkpoint import Fingerprint
 
 logger = logging.getLogger(__name__)
 

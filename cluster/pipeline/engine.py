@@ -26,8 +26,7 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
-from tramontane.workers.weights.fingerprint import Fingerprint
+from tramontane.workers.weights.checkpoint import Checkpoint, Fingerprint, fingerprint_without_weights
 
 Report = Callable[[str], None]
 

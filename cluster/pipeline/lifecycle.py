@@ -16,7 +16,7 @@ from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineS
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.supervisor_client import call_or_restart, call_with_retry, renew_lease, renew_lease_forever
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError

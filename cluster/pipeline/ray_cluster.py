@@ -13,7 +13,7 @@ from ray.exceptions import AuthenticationError, RayError
 from tramontane.cluster.common.signals import defer_signals
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
-from tramontane.cluster.ray_internals.core import (
+from tramontane.cluster.ray_internals.accessors import (
     head_channel,
     keep_loopback_address,
     keep_sigterm_handler,

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
-from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.plan import ExpertPlan

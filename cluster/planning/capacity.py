@@ -38,13 +38,26 @@ def stage_capacity(stage: StagePlan, budget: StageBudget, page_size: int) -> lis
 
 
 def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
-    """Return how many sequences of each length of LENGTHS the planned pages hold; the scarcest kind of page decides.
+    """Return how many sequences of each length of LENGTHS the planned pages hold.
 
     They are fewer than any stage alone could hold: pages are divided between the windows for sequences of full length.
     """
-    cache = plan.cache
-    lengths = [length for length in LENGTHS if length <= plan.max_model_len]
-    return {n: min(c.num_pages // c.pages_for(n, cache.page_size) for c in cache.classes) for n in lengths}
+    return {length: num_seqs_in_pages(plan, length) for length in LENGTHS if length <= plan.max_model_len}
+
+
+def num_seqs_in_pages(plan: PipelinePlan, length: int) -> int:
+    """Return how many sequences of so many tokens the planned pages hold; the scarcest kind of page decides."""
+    return min(c.num_pages // c.pages_for(length, plan.cache.page_size) for c in plan.cache.classes)
+
+
+def max_length_in_slots(plan: PipelinePlan) -> int:
+    """Return up to which length there are pages for a sequence in every slot.
+
+    7414 pages of 16 positions, no window, 64 slots: 115 pages each, 1840 positions. A whole ring suffices for any length.
+    """
+    shares = [(c.num_pages // plan.max_num_seqs, c.ring_pages) for c in plan.cache.classes]
+    bounds = [share * plan.cache.page_size for share, ring_pages in shares if share < ring_pages]
+    return min([plan.max_model_len, *bounds])
 
 
 def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
@@ -78,18 +91,16 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
 def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
     """Describe a shorter ``--max-model-len``, or quantized weights."""
     fixes = []
-    pages = _smallest_satisfying(
-        lambda n: not is_feasible(args, _shorter(request, n)), request.max_model_len // request.page_size
-    )
+
+    def is_too_long(num_pages: int) -> bool:
+        return not is_feasible(args, replace(request, max_model_len=num_pages * request.page_size))
+
+    pages = _smallest_satisfying(is_too_long, request.max_model_len // request.page_size)
     if pages is not None and pages > 1:
         fixes.append(f"--max-model-len {(pages - 1) * request.page_size}")
     if request.quantize is None and is_feasible(args, replace(request, quantize=Quantization.INT8)):
         fixes.append("--quantize int8")
     return fixes
-
-
-def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
-    return replace(request, max_model_len=num_pages * request.page_size)
 
 
 def _smallest_satisfying(holds: Callable[[int], bool], maximum: int) -> int | None:

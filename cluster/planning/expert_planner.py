@@ -4,7 +4,7 @@ All experts are equally large, so an actor's memory is a number of experts, its 
 experts, assumed to be even or as it was measured; the copies of an expert share its load.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -247,7 +247,7 @@ def _assign_by_memory(copies: dict[ExpertId, int], capacities: Sequence[int]) ->
 
 
 def _layer_loads(loads: dict[ExpertId, float]) -> dict[int, float]:
-    totals: dict[int, float] = {}
+    totals: defaultdict[int, float] = defaultdict(float)
     for each, load in loads.items():
-        totals[each.layer] = totals.get(each.layer, 0.0) + load
+        totals[each.layer] += load
     return totals

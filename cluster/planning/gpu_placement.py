@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.parsers import for_each_expert_actor
+from tramontane.cluster.config.key import for_each_expert_actor
 from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError, by_node
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.byte_size import GIB

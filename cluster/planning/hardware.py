@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tramontane.cluster.common.ray_errors import ray_error_message
-from tramontane.cluster.ray_internals.core import kv_get, kv_put
+from tramontane.cluster.common.ray_api import ray_error_message
+from tramontane.cluster.ray_internals.accessors import kv_get, kv_put
 from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
 

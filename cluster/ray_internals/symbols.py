@@ -69,6 +69,11 @@ class PrivateSymbol:
         return f"{self.path} has no parameter {', '.join(missing)} (breaks {self.breaks})" if missing else ""
 
     @property
+    def is_attribute(self) -> bool:
+        """True for an attribute or method of a class."""
+        return "." in self.path.partition(":")[2]
+
+    @property
     def _missing(self) -> str:
         return f"{self.path} is missing (breaks {self.breaks})"
 

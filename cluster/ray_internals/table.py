@@ -1,6 +1,6 @@
 """The private names of Ray and Ray Serve that Tramontane uses: why each is needed, and what breaks without it.
 
-No other package imports them (``tests/test_walls.py``).
+No other package imports them (``tests/test_walls.py``), and every row is used (``tests/cluster/ray_internals``).
 """
 
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol
@@ -11,14 +11,17 @@ _serve: list[PrivateSymbol] = []
 
 
 def _add(table: list[PrivateSymbol], module: str, *names: str, needed_for: str, breaks: str) -> tuple[PrivateSymbol, ...]:
-    """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we pass."""
+    """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we pass.
+
+    Returns those that are in the module itself. ``Queue.length`` is an attribute of objects that Ray hands out.
+    """
     symbols = []
     for each in names:
         name, _, parameters = each.rstrip(")").partition("(")
         passed = tuple(parameters.split(", ")) if parameters else ()
         symbols.append(PrivateSymbol(f"{module}:{name}", passed, RAY_VERSION, needed_for, breaks))
     table += symbols
-    return tuple(symbols)
+    return tuple(symbol for symbol in symbols if not symbol.is_attribute)
 
 
 KV_GET, KV_PUT, KV_DELETE = _add(
@@ -35,7 +38,7 @@ KV_GET, KV_PUT, KV_DELETE = _add(
     needed_for="the process id and the node of an actor that does not answer",
     breaks="the replacement of hung stages",
 )
-(ACTOR_ID,) = _add(
+_add(
     _ray,
     "ray.actor",
     "ActorHandle._actor_id",
@@ -99,16 +102,9 @@ KV_GET, KV_PUT, KV_DELETE = _add(
     needed_for="a quick check that a Ray cluster answers at --address",
     breaks="--address",
 )
-(CHECK_ALIVE,) = _add(
-    _join, "ray.core.generated.gcs_service_pb2", "CheckAliveRequest", needed_for=OPEN_CHANNEL.needed_for, breaks="--address"
-)
-(HEAD_SERVICE,) = _add(
-    _join,
-    "ray.core.generated.gcs_service_pb2_grpc",
-    "NodeInfoGcsServiceStub(channel)",
-    needed_for=OPEN_CHANNEL.needed_for,
-    breaks="--address",
-)
+_head_check = {"needed_for": OPEN_CHANNEL.needed_for, "breaks": OPEN_CHANNEL.breaks}
+(CHECK_ALIVE,) = _add(_join, "ray.core.generated.gcs_service_pb2", "CheckAliveRequest", **_head_check)
+(HEAD_SERVICE,) = _add(_join, "ray.core.generated.gcs_service_pb2_grpc", "NodeInfoGcsServiceStub(channel)", **_head_check)
 (TOKEN_LOADER,) = _add(
     _join,
     "ray._raylet",
@@ -117,7 +113,7 @@ KV_GET, KV_PUT, KV_DELETE = _add(
     breaks="--address auto where the cluster asks for a token",
 )
 
-MESSAGE_QUEUE, _BUFFERED_MESSAGES, ADD_PORT = _add(
+MESSAGE_QUEUE, ADD_PORT = _add(
     _serve,
     "ray.serve._private.replica",
     *("MessageQueue", "MessageQueue._message_queue", "add_port_to_grpc_server(server, address)"),
@@ -167,7 +163,7 @@ TRACING_EXPORTER, TRACING_RATIO, TRACE_CONTEXT, SET_TRACE_CONTEXT, IS_TRACING, F
     needed_for="spans of proxies, and of calls that belong to no request of Ray Serve's",
     breaks="tracing",
 )
-CLIENT, REQUEST_CONTEXT, MAKE_CONTEXT, _INTERNAL_ID, CURRENT_CONTEXT, IN_FLIGHT = _add(
+CLIENT, REQUEST_CONTEXT, MAKE_CONTEXT, CURRENT_CONTEXT, IN_FLIGHT = _add(
     _serve,
     "ray.serve.context",
     *("_get_global_client", "_get_serve_request_context", "_RequestContext(request_id)", "_RequestContext._internal_request_id"),
@@ -189,6 +185,13 @@ _add(
     "DeploymentBroadcastResponse._fetch_replica_results_async",
     needed_for="calls between replicas over gRPC, and one response per replica of a broadcast",
     breaks="draining, /health and the way of requests to routers",
+)
+_add(
+    _serve,
+    "ray.serve._private.handle_options",
+    "InitHandleOptions._run_router_in_separate_loop",
+    needed_for="calls to deployments from commands",
+    breaks="draining when serve stops",
 )
 _add(
     _serve,

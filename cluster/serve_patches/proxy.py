@@ -1,19 +1,21 @@
-"""The middlewares of Ray Serve's HTTP proxies; they keep clients from sending control headers to Ray Serve itself."""
+"""The middlewares of Ray Serve's HTTP proxies, with those that end abandoned calls and remove Ray Serve's control headers."""
 
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tramontane.cluster.common.node_watch import DeadNodeWatcher
+from tramontane.cluster.common.ray_api import list_dead_nodes
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
+from tramontane.cluster.ray_internals.accessors import cancel_calls, internal_request_id
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
-from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls
-from tramontane.cluster.serve_patches.ports import bind_grpc_to_http_host
-from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
+from tramontane.cluster.serve_patches.grpc_proxy import bind_grpc_to_http_host
+from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
 from tramontane.router.openai.errors import error_body
 
 # With these a client could choose its replica and its timeout, and keep its request alive after it has left. The proxy also
@@ -40,8 +42,22 @@ def proxy_middlewares() -> list[Middleware]:
     bind_grpc_to_http_host()
     use_serve_log(LogSettings(), "proxy")
     enable_proxy_tracing()
-    innermost_first = CancelAbandonedCalls, FailoverMiddleware, StripControlHeaders, SlowClientMiddleware
-    return [Middleware(each) for each in innermost_first]
+    failover = Middleware(FailoverMiddleware, nodes=DeadNodeWatcher(list_dead_nodes))
+    return [Middleware(CancelAbandonedCalls), failover, Middleware(StripControlHeaders), Middleware(SlowClientMiddleware)]
+
+
+class CancelAbandonedCalls:
+    """ASGI middleware directly around Ray Serve's application, in the task in which Ray Serve sets the request's id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, then cancel its calls that have not ended."""
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            cancel_calls(internal_request_id())
 
 
 class StripControlHeaders:

@@ -8,9 +8,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig, gRPCOptions
 
 from tramontane.cluster.actors.worker_actor import annotate_node
-from tramontane.cluster.common.node_labels import avoid_head_node
+from tramontane.cluster.common.ray_api import avoid_head_node
 from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
-from tramontane.cluster.config.parsers import has_password
+from tramontane.cluster.config.key import has_password
 from tramontane.cluster.pipeline.engine import model_fingerprint
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
@@ -76,42 +76,31 @@ def application(
     config = config.with_absolute_paths()
     with annotate_node():
         fingerprint = model_fingerprint(config)
-    quiet = config.logs.for_ray_serve()
+    common: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 0, **avoid_head_node()},
+        "health_check_period_s": HEALTH_CHECK_INTERVAL_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "logging_config": config.logs.for_ray_serve(),
+    }
     router = serve.deployment(
         name="Router",
         **router_scaling_options(config),
         max_constructor_retry_count=1,  # a pipeline that cannot load is reported, and not retried
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoadedRouter),  # type: ignore[arg-type]
-        graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=grace_s + HAND_OVER_S,
         max_surge_percent=MAX_SURGE_PERCENT,
-        logging_config=quiet,
+        **common,
     )(RouterReplica)
-    batch = serve.deployment(
-        name="Batch",
-        num_replicas=1,
-        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=grace_s,
-        logging_config=quiet,
-    )(BatchReplica)
+    batch = serve.deployment(name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common)(BatchReplica)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=grace_s,
         max_surge_percent=MAX_SURGE_PERCENT,
-        logging_config=quiet,
+        **common,
     )(serve.ingress()(IngressReplica))
     deployed_at = time.time_ns()
     routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, deployed_at)

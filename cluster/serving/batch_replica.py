@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,40 +15,37 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
+from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
+from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.proto.errors import ParameterError, PipelineError
-from tramontane.proto.jobs import Endpoint, Job, JobOptions
+from tramontane.proto.jobs import Endpoint
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
-from tramontane.router.batch.files import FileRecord, Purpose
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage
-from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
 NODE_CHECK_INTERVAL_S = 10.0  # nodes may join at any time
 HOME_FOLDER = ".tramontane"  # in the user's home, created for the first job
 GARBAGE_INTERVAL_S = 60.0
 BATCH_PRIORITY = 1  # of lines; interactive requests have 0
-WEIGHTS_SUFFIX = ".safetensors"
 SECONDS_PER_DAY = 86_400
 
 logger = logging.getLogger(__name__)
@@ -62,6 +59,21 @@ def num_machines() -> int:
         raise PipelineError(f"Ray cannot list its nodes now: {error!s:.200}") from error
 
 
+class MachineCount:
+    """The number of the cluster's machines, counted at most every ``NODE_CHECK_INTERVAL_S``."""
+
+    def __init__(self, count: Callable[[], int], now: Callable[[], float]) -> None:
+        self._count, self._now = count, now
+        self._counted, self._count_at = 0, now()
+
+    async def get(self) -> int:
+        """Return the number. Raises PipelineError."""
+        if self._now() >= self._count_at:
+            self._counted = await asyncio.to_thread(self._count)
+            self._count_at = self._now() + NODE_CHECK_INTERVAL_S
+        return self._counted
+
+
 class SingleNodeBatchService(BatchService):
     """A service whose store is on one machine's disk: it accepts no job and no file while the cluster has others.
 
@@ -73,36 +85,13 @@ class SingleNodeBatchService(BatchService):
         self, settings: JobSettings, machines: Callable[[], int] = num_machines, now: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(settings)
-        self._machines, self._now = machines, now
-        self._num_machines, self._check_at = 0, now()
+        self._machines = MachineCount(machines, now)
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
-        """Submit a job of these lines; see ``BatchService``."""
-        await self._require_single_node()
-        return await super().submit(lines, options, request_key)
-
-    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
-        """Submit a job whose lines are at a URL; see ``BatchService``."""
-        await self._require_single_node()
-        return await super().submit_url(url, options, request_key)
-
-    async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
-        """Submit a job of an uploaded file; see ``BatchService``."""
-        await self._require_single_node()
-        return await super().submit_file(file_id, options, request_key)
-
-    async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Store a file; see ``BatchService``."""
-        await self._require_single_node()
-        return await super().upload(filename, purpose, pieces)
-
-    async def _require_single_node(self) -> None:
-        if self._now() >= self._check_at:
-            self._num_machines = await asyncio.to_thread(self._machines)
-            self._check_at = self._now() + NODE_CHECK_INTERVAL_S
-        if self._num_machines > 1:
+    async def require_accepting(self) -> None:
+        """Raise PipelineError if there are several machines."""
+        if (num_machines := await self._machines.get()) > 1:
             raise PipelineError(
-                f"batch jobs are off: this cluster has {self._num_machines} machines, and their store is on the disk of one; "
+                f"batch jobs are off: this cluster has {num_machines} machines, and their store is on the disk of one; "
                 "serve with --jobs-database postgresql://HOST/NAME and a --jobs-storage that all of them see"
             )
 
@@ -148,7 +137,20 @@ def job_settings(config: EngineConfig) -> JobSettings:
         config.model_name,
         tuple(HANDLERS),
         config.jobs_url_prefixes,
-        JobLimits(keep_s=config.jobs_retention * SECONDS_PER_DAY or None),
+        job_limits(config),
+    )
+
+
+def job_limits(config: EngineConfig) -> JobLimits:
+    """Return the limits of jobs. No single one may be larger than what an API key may have."""
+    default = JobLimits()
+    return JobLimits(
+        max_lines=min(default.max_lines, config.jobs_max_lines),
+        max_bytes=min(default.max_bytes, config.jobs_max_bytes),
+        max_open_jobs=config.jobs_max_open,
+        max_open_lines=config.jobs_max_lines,
+        max_stored_bytes=config.jobs_max_bytes,
+        keep_s=config.jobs_retention * SECONDS_PER_DAY or None,
     )
 
 
@@ -177,17 +179,10 @@ class LowPriorityTokenSource:
 class BatchReplica:
     """The Batch deployment: runs the jobs of its model. If it is killed, the next one continues them when its lease expires."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        fingerprint: Fingerprint,
-        router: "DeploymentHandle[Any]",
-    ) -> None:
+    def __init__(self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]") -> None:
         bind_internal_port_to_node()
         use_serve_log(config.logs, "batch")
-        with annotate_node():
-            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
-            model = load_served_model(config)
+        model = load_checked_model(config, fingerprint)
         max_running = config.max_num_seqs * config.max_pipelines
         concurrency = config.jobs_concurrency or max_running + max_running // 4  # some always wait, so that no slot stays empty
         node = ray.get_runtime_context().get_node_id()

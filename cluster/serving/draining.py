@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from tramontane.cluster.common.deployments import clear_drained, mark_drained
-from tramontane.cluster.ray_internals.serve import connect_handle
+from tramontane.cluster.ray_internals.accessors import connect_handle
 from tramontane.cluster.serving.app import APPLICATION
 
 POLL_INTERVAL_S = 0.1

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
 from tramontane.cluster.common.deployments import is_drained
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
@@ -23,16 +23,15 @@ from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node, is_loopback
-from tramontane.cluster.serve_patches.response_queues import track_response_queues
+from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
+from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node, track_response_queues
 from tramontane.cluster.serving.batch_replica import batch_service
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
+from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.request_stats import CountingTokenSource
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
-WEIGHTS_SUFFIX = ".safetensors"  # files that an ingress does not read
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica: see docs/design/serving.md
 
 
@@ -55,9 +54,7 @@ class IngressReplica(GrpcServicer):
         use_serve_log(config.logs, "ingress")
         bind_internal_port_to_node()
         track_response_queues()
-        with annotate_node():
-            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
-            model = load_served_model(config)
+        model = load_checked_model(config, fingerprint)
         digest, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
         self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node)
         if is_drained(serve.get_replica_context().app_name, deployed_at):  # this replica replaces one that has died since
@@ -70,7 +67,7 @@ class IngressReplica(GrpcServicer):
         super().__init__(
             model,
             source,
-            self._batches,
+            self._batches.for_tenant,
             keys=keys,
             allow_peer=is_loopback if grpc_on_loopback_only else lambda _: True,
             pace=Pacer(writes_per_s),

@@ -14,12 +14,13 @@ import ray
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.ray_internals.serve import running_serve_options
+from tramontane.cluster.ray_internals.accessors import running_serve_options
 from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.router.batch.database import Database
-from tramontane.router.batch.storage import JobStorage, UrlReader
+from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.urls import UrlReader
 
 POLL_INTERVAL_S = 0.1
 RESOURCES_TIMEOUT_S = 5.0
@@ -89,7 +90,7 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
                 f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
             ) from error
         if not is_reported:
-            report(f"waiting for {flag} {port}, which another process still has")
+            report(f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process still has")
         is_reported = True
         time.sleep(POLL_INTERVAL_S)
 

@@ -16,21 +16,9 @@ from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.cluster.serving.retry_policy import AdmissionWindow, FailoverBudget, WaitingRequest, most_useful_error
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
-from tramontane.proto import wire
-from tramontane.proto.errors import (
-    DrainingError,
-    OverloadedError,
-    PipelineError,
-    PipelineUnavailableError,
-    QueueFullError,
-    RouterLostError,
-    StreamNotOpenError,
-    TramontaneError,
-)
-from tramontane.proto.log_fields import request_fields
-from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.router.engine.resumable_request import ResumableRequest
-from tramontane.router.engine.token_queue import OutputQueue
+from tramontane.proto import errors, wire
+from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
+from tramontane.router.engine.request_output import OutputQueue, ResumableRequest
 
 MAX_ATTEMPTS = 10
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
@@ -82,7 +70,7 @@ class RouterClient(RouterQueries):
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Raise DrainingError or OverloadedError if such a request would be refused; see ``TokenSource``."""
         if self._is_draining:
-            raise DrainingError(DRAINING)
+            raise errors.DrainingError(DRAINING)
         self._window.check(num_sequences, owner)
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
@@ -105,19 +93,19 @@ class RouterClient(RouterQueries):
         budget = FailoverBudget(was_accepted=progress.was_accepted)
         while not progress.is_complete:
             try:
-                async with aclosing(self._generate_on_one(progress.remaining_specs(), budget.since)) as batches:
+                async with aclosing(self._generate_on_one(progress.remaining_specs(), budget.without_router_since)) as batches:
                     async for batch in batches:
                         budget.reset()
                         yield progress.record(batch)
-            except (PipelineError, OverloadedError) as error:
-                if isinstance(error, QueueFullError):
+            except (errors.PipelineError, errors.OverloadedError) as error:
+                if isinstance(error, errors.QueueFullError):
                     self._window.mark_full(first.owner, error)
-                progress.was_accepted |= isinstance(error, RouterLostError)
+                progress.was_accepted |= isinstance(error, errors.RouterLostError)
                 budget.on_error(error)
-                with self._window.waiting(WaitingRequest(progress.num_unfinished, budget.since)):
+                with self._window.waiting(WaitingRequest(progress.num_unfinished, budget.without_router_since)):
                     await budget.backoff()
                 if self._is_ending:
-                    raise DrainingError(ENDED) from error
+                    raise errors.DrainingError(ENDED) from error
                 request_id = first.request_id
                 logger.warning(
                     "request %s is given to another router: %s", request_id or "-", error, extra=request_fields(request_id)
@@ -133,15 +121,15 @@ class RouterClient(RouterQueries):
         self._window.unaccepted[number] = WaitingRequest(len(specs), since)
         request_id = specs[0].request_id
         call = self._start(self._call(number, encoded, outputs, request_id), request_id)
-        self._arm_timeout(ACCEPT_TIMEOUT_S, number, PipelineError("no router has answered in time"))
+        self._arm_timeout(ACCEPT_TIMEOUT_S, number, errors.PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
             while num_unfinished:
                 batch = await outputs.get()
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
-        except PipelineError as error:
-            raise error if number in self._window.unaccepted else RouterLostError(str(error)) from None
+        except errors.PipelineError as error:
+            raise error if number in self._window.unaccepted else errors.RouterLostError(str(error)) from None
         finally:
             self._timers.pop(number).cancel()
             del self._outputs[number]
@@ -150,7 +138,7 @@ class RouterClient(RouterQueries):
             if num_unfinished:
                 call.cancel()
 
-    def _arm_timeout(self, seconds: float, number: int, error: TramontaneError) -> None:
+    def _arm_timeout(self, seconds: float, number: int, error: errors.TramontaneError) -> None:
         """End the request with ``error`` after some seconds, in place of the timeout that was armed before."""
         if number in self._timers:
             self._timers[number].cancel()
@@ -159,7 +147,7 @@ class RouterClient(RouterQueries):
     async def is_ready(self) -> bool:
         """Return whether any router can make tokens now. Raises DrainingError while this server is draining."""
         if self._is_draining:
-            raise DrainingError(DRAINING)
+            raise errors.DrainingError(DRAINING)
         return await super().is_ready()
 
     def drain(self) -> int:
@@ -175,7 +163,7 @@ class RouterClient(RouterQueries):
         """End all requests with an error."""
         self._is_ending = True
         for outputs in self._outputs.values():
-            outputs.put(DrainingError(ENDED))
+            outputs.put(errors.DrainingError(ENDED))
 
     def close(self) -> None:
         """Cancel all calls and streams."""
@@ -188,18 +176,18 @@ class RouterClient(RouterQueries):
             refusal = await self._submit(number, specs)
         except Exception as error:  # of any kind: the client must get an answer
             logger.warning("the call of request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
-            refusal = PipelineError("the router is gone")
+            refusal = errors.PipelineError("the router is gone")
         if refusal is not None:
             outputs.put(refusal)
         elif number in self._timers:  # the last tokens are on their way, unless the router has died since
             self._window.unaccepted.pop(number, None)
-            self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, PipelineError("the router is gone"))
+            self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, errors.PipelineError("the router is gone"))
 
-    async def _submit(self, number: int, specs: bytes) -> TramontaneError | None:
+    async def _submit(self, number: int, specs: bytes) -> errors.TramontaneError | None:
         """Find a router that accepts the request and wait until it is done; return the reason if none does."""
         constraint = exclude(self._silent)
-        refused: dict[str, TramontaneError] = {}  # by replica
-        refusal: TramontaneError | None = None
+        refused: dict[str, errors.TramontaneError] = {}  # by replica
+        refusal: errors.TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
             method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
             outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key))
@@ -207,13 +195,13 @@ class RouterClient(RouterQueries):
                 return None
             refusal, replica = wire.decode_error(outcome)
             match refusal:
-                case StreamNotOpenError():
+                case errors.StreamNotOpenError():
                     await self._ensure_stream(replica)
                     constraint = ONLY + replica
-                case PipelineUnavailableError() | OverloadedError() if replica not in refused:
+                case errors.PipelineUnavailableError() | errors.OverloadedError() if replica not in refused:
                     refused[replica] = refusal
                     constraint = exclude(refused)
-                case PipelineUnavailableError() | OverloadedError():  # there is no other router
+                case errors.PipelineUnavailableError() | errors.OverloadedError():  # there is no other router
                     return most_useful_error(refused.values())
                 case _:
                     return refusal
@@ -246,7 +234,7 @@ class RouterClient(RouterQueries):
                 asyncio.get_running_loop().call_later(SILENT_ROUTER_TTL_S, self._silent.discard, replica)
             lost = [number for number, stream in self._streams_of.items() if stream == (name, replica)]
             for number in (*lost, *self._window.unaccepted):  # any of the latter may have been accepted, too
-                self._outputs[number].put(PipelineError("the stream from the router broke"))
+                self._outputs[number].put(errors.PipelineError("the stream from the router broke"))
             if self._name == name:  # under this name the router may still consider the stream open
                 self._name = self._new_name()
         finally:
@@ -262,9 +250,9 @@ class RouterClient(RouterQueries):
         await self._wait_until_retiring(stream[1], self._handover_grace_s)
         for number, source in self._streams_of.items():
             if source == stream:
-                self._outputs[number].put(PipelineError("the router is about to be stopped"))
+                self._outputs[number].put(errors.PipelineError("the router is about to be stopped"))
 
-    def _deliver(self, number: int, output: RequestOutput | TramontaneError, stream: tuple[str, str]) -> None:
+    def _deliver(self, number: int, output: RequestOutput | errors.TramontaneError, stream: tuple[str, str]) -> None:
         queue = self._outputs.get(number)
         if self._window.unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()

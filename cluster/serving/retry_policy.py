@@ -7,16 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
-from tramontane.proto.errors import (
-    ModelMismatchError,
-    OverloadedError,
-    PipelineError,
-    PipelineSupersededError,
-    PipelineUnavailableError,
-    QueueFullError,
-    RouterLostError,
-    TramontaneError,
-)
+from tramontane.proto import errors
 
 NEW_VERSION_TIMEOUT_S = 120.0  # for a version that was announced, and for an old router if only that could continue a request
 ADMISSION_TIMEOUT_S = 50.0  # a request that no router has accepted can still be refused, and may find another server
@@ -29,12 +20,12 @@ FULL_TTL_S = 0.25  # how long "all routers are full" is believed, unless a reque
 class FailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
-    ``since``: when the request lost its router, by the event loop's clock; before that, when it arrived.
+    ``without_router_since``: when the request lost its router, by the event loop's clock; before that, when it arrived.
     """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
         self.reset()
-        self.since = asyncio.get_running_loop().time()
+        self.without_router_since = asyncio.get_running_loop().time()
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
@@ -42,35 +33,36 @@ class FailoverBudget:
         self._failing_since: float | None = None
         self._num_losses = 0
 
-    def on_error(self, error: TramontaneError) -> None:
+    def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.
 
         A request that no router has ever accepted may be refused with the routers' reason; it waits for a newer version.
         """
         now = asyncio.get_running_loop().time()
         self._failing_since = self._failing_since or now
-        if isinstance(error, RouterLostError):
+        if isinstance(error, errors.RouterLostError):
             self._was_accepted = True
-            self._failing_since = self.since = now  # a router had it until now, and it may have waited there for long
+            # A router had it until now, and it may have waited there for long.
+            self._failing_since = self.without_router_since = now
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
-                raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
-        may_wait = self._was_accepted or isinstance(error, PipelineSupersededError)
-        if isinstance(error, PipelineUnavailableError | OverloadedError) and not may_wait:
+                raise errors.PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
+        may_wait = self._was_accepted or isinstance(error, errors.PipelineSupersededError)
+        if isinstance(error, errors.PipelineUnavailableError | errors.OverloadedError) and not may_wait:
             raise error
         if now - self._failing_since <= self._timeout_s(error):
             return
         if self._was_accepted:
-            raise PipelineError(f"no router could continue this request in time: {error}") from error
-        raise PipelineUnavailableError("no pipeline was ready in time; try again later") from error
+            raise errors.PipelineError(f"no router could continue this request in time: {error}") from error
+        raise errors.PipelineUnavailableError("no pipeline was ready in time; try again later") from error
 
-    def _timeout_s(self, error: TramontaneError) -> float:
+    def _timeout_s(self, error: errors.TramontaneError) -> float:
         """Return how long the request may be without a token if this is the latest error."""
-        if isinstance(error, ModelMismatchError):
+        if isinstance(error, errors.ModelMismatchError):
             return NEW_VERSION_TIMEOUT_S
         if self._was_accepted:
             return LOAD_TIMEOUT_S
-        return NEW_VERSION_TIMEOUT_S if isinstance(error, PipelineSupersededError) else ADMISSION_TIMEOUT_S
+        return NEW_VERSION_TIMEOUT_S if isinstance(error, errors.PipelineSupersededError) else ADMISSION_TIMEOUT_S
 
     async def backoff(self) -> None:
         """Wait until the next attempt."""
@@ -96,7 +88,7 @@ class AdmissionWindow:
         self._max_unaccepted = max_unaccepted
         self.unaccepted: dict[int, WaitingRequest] = {}  # by request
         self._pausing: list[WaitingRequest] = []  # requests that wait for their next attempt
-        self._full: dict[int, tuple[QueueFullError, float]] = {}  # the routers' common error and its expiry, by owner
+        self._full: dict[int, tuple[errors.QueueFullError, float]] = {}  # the routers' common error and its expiry, by owner
 
     def check(self, num_sequences: int, owner: int) -> None:
         """Raise OverloadedError if too many wait, or if all routers have just refused this owner."""
@@ -104,10 +96,10 @@ class AdmissionWindow:
         num_waiting = sum(each.num_sequences for each in waiting)
         if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:  # larger requests are refused for good elsewhere
             oldest = min(each.since for each in waiting)
-            raise OverloadedError("too many requests are on their way to a pipeline", _retry_after_s(oldest))
+            raise errors.OverloadedError("too many requests are on their way to a pipeline", _retry_after_s(oldest))
         error, expires_at = self._full.get(owner, (None, 0.0))
         if error is not None and asyncio.get_running_loop().time() < expires_at:
-            raise QueueFullError(str(error), error.retry_after_s)
+            raise errors.QueueFullError(str(error), error.retry_after_s)
         self._full.pop(owner, None)
 
     @contextmanager
@@ -119,7 +111,7 @@ class AdmissionWindow:
         finally:
             self._pausing.remove(request)
 
-    def mark_full(self, owner: int, error: QueueFullError) -> None:
+    def mark_full(self, owner: int, error: errors.QueueFullError) -> None:
         """Note that all routers have just refused this owner."""
         self._full[owner] = error, asyncio.get_running_loop().time() + FULL_TTL_S
 
@@ -129,15 +121,15 @@ class AdmissionWindow:
             self._full.clear()
 
 
-def most_useful_error(refusals: Iterable[TramontaneError]) -> TramontaneError:
+def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.TramontaneError:
     """Choose among several routers' refusals: a version that is to come, then a queue with room soon, last another model."""
 
-    def rank(refusal: TramontaneError) -> int:
-        if isinstance(refusal, PipelineSupersededError):
+    def rank(refusal: errors.TramontaneError) -> int:
+        if isinstance(refusal, errors.PipelineSupersededError):
             return 0
-        if isinstance(refusal, OverloadedError):
-            return 1 + isinstance(refusal, QueueFullError)
-        return 3 + isinstance(refusal, ModelMismatchError)
+        if isinstance(refusal, errors.OverloadedError):
+            return 1 + isinstance(refusal, errors.QueueFullError)
+        return 3 + isinstance(refusal, errors.ModelMismatchError)
 
     return min(refusals, key=rank)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.ray_internals.serve import broadcast_results
+from tramontane.cluster.ray_internals.accessors import broadcast_results, configure_handle
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 
@@ -57,7 +57,7 @@ class RouterQueries:
         """Start the calls to all routers that Ray Serve knows."""
         with suppress(Exception):  # there is no router
             async with asyncio.timeout(READY_TIMEOUT_S):
-                calls: Any = self._handle.options(_by_reference=False).broadcast(method, *arguments)
+                calls: Any = configure_handle(self._handle, by_reference=False).broadcast(method, *arguments)
                 return await broadcast_results(calls)
         return []
 
@@ -107,7 +107,7 @@ class RouterQueries:
 
         Calls use gRPC between replicas, a third less work for an ingress than Ray objects, unless ``by_reference``.
         """
-        return self._handle.options(method_name=name, session_id=constraint, stream=stream, _by_reference=by_reference)
+        return configure_handle(self._handle, by_reference=by_reference, method_name=name, session_id=constraint, stream=stream)
 
 
 async def _wait_for_answer(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one router, which answers with its name as well

@@ -26,14 +26,14 @@ from tramontane.cluster.pipeline.engine import make_scheduler, pipeline_spec, va
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import probe_cluster
-from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
+from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.router import Router
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
+from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
 RETRY_INTERVAL_S = 0.2
 MAX_FAILED_STARTS = 3  # in a row; each has retried for some time by itself

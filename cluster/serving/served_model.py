@@ -1,5 +1,6 @@
-"""The model as an ingress knows it, read from its folder."""
+"""The model as an ingress and the batch runner know it, read from its folder."""
 
+from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_folder import resolve_model_args
@@ -7,6 +8,19 @@ from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
+from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint
+
+WEIGHTS_SUFFIX = ".safetensors"  # files that only stages read
+
+
+def load_checked_model(config: EngineConfig, fingerprint: Fingerprint) -> ServedModel:
+    """Load the model in a replica, if its folder has on this node what it had where the application was built.
+
+    Raises CheckpointError, which names the node.
+    """
+    with annotate_node():
+        check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
+        return load_served_model(config)
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:

@@ -3,10 +3,9 @@
 import json
 import logging
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -15,9 +14,10 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import STAGE_SUFFIX, SUPERVISOR_SUFFIX
+from tramontane.cluster.actors.supervisor_client import send_heartbeats
 from tramontane.cluster.actors.worker_actor import actor_names
-from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.common.signals import SignalCounter
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -26,14 +26,14 @@ from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
-from tramontane.cluster.planning.hardware import Hardware, probe_local
-from tramontane.cluster.ray_internals.serve import is_ha_proxy_enabled
+from tramontane.cluster.planning.hardware import probe_local
+from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS
-from tramontane.cluster.serve_patches.ports import LOOPBACK, format_host
+from tramontane.cluster.serve_patches.grpc_proxy import LOOPBACK
+from tramontane.cluster.serve_patches.replica import format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
-from tramontane.cluster.serving.launcher_heartbeat import send_heartbeats
 from tramontane.cluster.serving.preflight import check_job_storage, check_ports, check_resources, check_running_serve
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -97,16 +97,14 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
-    with ExitStack() as stack:
-        if config.address is None:
-            has_grpc = stack.enter_context(_own_cluster(config, report, show_loading))
-        else:
-            has_grpc = stack.enter_context(_joined_cluster(config, report, show_loading))
+    cluster = _own_cluster if config.address is None else _joined_cluster
+    with cluster(config, report, show_loading) as has_grpc:
         started_at = psutil.Process().create_time()
         url = f"http://{format_host(config.host)}:{config.port}"
         _wait_until_healthy(url)
         grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
-        announce(ReadyInfo(url, grpc, config, _num_stages(config), time.time() - started_at))
+        num_stages = len(actor_names(rf"{OUR_PIPELINES}{STAGE_SUFFIX}\d+")) // config.replicas
+        announce(ReadyInfo(url, grpc, config, num_stages, time.time() - started_at))
         with SignalCounter() as signals:
             signals.wait_next()
             stop(DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
@@ -123,7 +121,7 @@ def _log_progress(message: str) -> None:
 def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
     """Serve in a cluster of our own, which ends with this process in any case. Yields whether there is gRPC."""
     report("checking the checkpoint")
-    spec = _spec(config, probe_local())  # raises PlanError before Ray is started
+    spec = pipeline_spec(config, validate_model(config), probe_local())  # raises PlanError before Ray is started
     check_ports(config, report)
     report("starting Ray")
     with local_ray_cluster(num_cpus=config.max_pipelines * spec.num_workers * spec.threads_per_stage):
@@ -131,11 +129,11 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         _start_serve(config)
         report(f"loading {spec.describe_workers(config.replicas)}")
         try:
-            with _show_loading(spec, config, show_loading):
+            with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
             yield config.grpc_port > 0
         finally:
-            with _shielded():
+            with SignalCounter():  # removal takes seconds, and a second Ctrl-C must not stop it half-way
                 report("stopping")
                 serve.shutdown()  # type: ignore[no-untyped-call]
 
@@ -146,7 +144,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
-        spec = _spec(config, hardware)
+        spec = pipeline_spec(config, validate_model(config), hardware)
         check_resources(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
@@ -168,21 +166,13 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 _start_serve(config)
             report(f"loading {spec.describe_workers(config.replicas)}")
             with send_heartbeats(_supervisors):
-                with _show_loading(spec, config, show_loading):
+                with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc
         finally:
-            with _shielded():
+            with SignalCounter():  # removal takes seconds, and a second Ctrl-C must not stop it half-way
                 report("stopping")
                 _remove(owns_serve)
-
-
-def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
-    return pipeline_spec(config, validate_model(config), hardware)
-
-
-def _num_stages(config: EngineConfig) -> int:
-    return len(_actor_names(r"stage-\d+")) // config.replicas
 
 
 def _start_serve(config: EngineConfig) -> None:
@@ -205,8 +195,7 @@ def _start_serve(config: EngineConfig) -> None:
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
     try:
-        grpc_on_loopback_only = config.host in LOOPBACK
-        app = application(config, launched, owns_serve, grpc_on_loopback_only=grpc_on_loopback_only)
+        app = application(config, launched, owns_serve, grpc_on_loopback_only=config.host in LOOPBACK)
         serve.run(app, name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
         raise _deployment_error() or PipelineError(f"Ray Serve refused the application: {error}") from error
@@ -241,23 +230,4 @@ def _remove(owns_serve: bool) -> None:
 
 
 def _supervisors() -> list[str]:
-    return _actor_names(SUPERVISOR_SUFFIX[1:])
-
-
-def _actor_names(kind: str) -> list[str]:
-    return actor_names(f"{OUR_PIPELINES}-{kind}")
-
-
-def _show_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
-    return show_progress(OUR_PIPELINES, spec.plan, show, config.replicas)
-
-
-@contextmanager
-def _shielded() -> Iterator[None]:
-    """Ignore signals while the block runs: removal takes seconds, and a second Ctrl-C must not stop it half-way."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return actor_names(OUR_PIPELINES + SUPERVISOR_SUFFIX)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
+from tramontane.cluster.common.ray_api import list_dead_nodes
 from tramontane.cluster.observability.logging import log_accepted, log_ended
 from tramontane.cluster.observability.tracing import record_spans
 from tramontane.proto import wire
@@ -19,8 +20,7 @@ from tramontane.proto.errors import (
     StreamNotOpenError,
     TramontaneError,
 )
-from tramontane.proto.log_fields import request_fields
-from tramontane.proto.request import RequestOutput, RequestTimings
+from tramontane.proto.request import RequestOutput, RequestTimings, request_fields
 from tramontane.router.engine.router import Router
 
 KEEPALIVE = b""
@@ -80,7 +80,7 @@ class IngressStreams:
 
     def __init__(self, replica: str, model: str = "", nodes: DeadNodeWatcher | None = None) -> None:
         self._replica, self._model_key = replica, model_key(model)
-        self._nodes = nodes or DeadNodeWatcher()
+        self._nodes = nodes or DeadNodeWatcher(list_dead_nodes)
         self._streams: dict[str, IngressStream] = {}
 
     @property

@@ -6,16 +6,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, case, delete, func, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
-from tramontane.router.batch.database import DONE, FAILED, PENDING, Database, files, jobs, lines
+from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
+from tramontane.router.batch.tables import DONE, FAILED, PENDING, Scope, files, jobs, lines
 from tramontane.router.openai.errors import HttpErrorSpec
 
 LEASE_S = 15.0
+Condition = ColumnElement[bool]
 
 
 class JobLostError(TramontaneError):
@@ -27,6 +29,7 @@ class Claim:
     """A job held by one runner. When its lease expires, another runner may claim the job with the next ``epoch``."""
 
     number: int
+    tenant: str
     job_id: str
     endpoint: Endpoint
     keeps_order: bool
@@ -69,20 +72,24 @@ class JobClaimStore:
         return self._database.is_created
 
     def claim(self, limit: int, running: Collection[int] = ()) -> Sequence[Claim]:
-        """Claim the oldest jobs that have no runner, or whose runner has let its lease expire.
+        """Claim jobs that have no runner, or whose runner has let its lease expire.
+
+        Tenants share ``limit``, which counts the jobs in ``running``, equally: of 64 each of three tenants may have 21, and
+        however many there are each has at least one. Its oldest jobs come first.
 
         Jobs in ``running`` are excluded: this runner works on them. It may hold others, because the answer to an earlier claim
         was lost or because releasing them failed; these are free again when their lease has expired.
         """
         now = self.clock()
-        is_free = or_(jobs.c.owner.is_(None), jobs.c.leased_until < now) & jobs.c.number.not_in(running)
-        where = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES) & is_free
-        wanted = select(jobs).where(where).order_by(jobs.c.number).limit(limit)
-        with self._database.reading() as connection:  # usually there is nothing to claim, and no reason to write
-            if connection.execute(wanted.with_only_columns(jobs.c.number)).first() is None:
-                return []
+        is_running = jobs.c.number.in_(running)
+        is_free = or_(jobs.c.owner.is_(None), jobs.c.leased_until < now) & ~is_running
+        is_open = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES)
+        wanted = [row.number for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))]
+        if not wanted:  # as usually; then there is no reason to write
+            return []
+        claimable = select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)
         with self._database.writing() as connection:
-            rows = connection.execute(wanted.with_for_update(skip_locked=True)).all()
+            rows = connection.execute(claimable.with_for_update(skip_locked=True)).all()
             for row in rows:
                 state = JobState.RUNNING.value if row.state == JobState.QUEUED else row.state
                 values = {"owner": self.owner, "epoch": row.epoch + 1, "leased_until": now + self.lease_s, "state": state}
@@ -91,6 +98,7 @@ class JobClaimStore:
         return [
             Claim(
                 row.number,
+                row.tenant,
                 row.job_id,
                 cast("Endpoint", row.endpoint),
                 row.keeps_order,
@@ -104,16 +112,13 @@ class JobClaimStore:
         """Return epoch and state of those ``running`` that this runner still holds; with ``renew``, extend their leases."""
         mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue) & jobs.c.number.in_(running)
         if renew:
-            with self._database.writing() as connection:
-                connection.execute(update(jobs).where(mine).values(leased_until=self.clock() + self.lease_s))
-        with self._database.reading() as connection:
-            rows = connection.execute(select(jobs.c.number, jobs.c.epoch, jobs.c.state).where(mine)).all()
+            self._database.write(update(jobs).where(mine).values(leased_until=self.clock() + self.lease_s))
+        rows = self._database.read(select(jobs.c.number, jobs.c.epoch, jobs.c.state).where(mine))
         return {row.number: (row.epoch, JobState(row.state)) for row in rows}
 
     def release(self, claim: Claim) -> None:
         """End the lease, so that another runner does not have to wait until it expires."""
-        with self._database.writing() as connection:
-            connection.execute(update(jobs).where(self._where_held(claim)).values(owner=None, leased_until=None))
+        self._database.write(update(jobs).where(self._where_held(claim)).values(owner=None, leased_until=None))
 
     def next_lines(self, claim: Claim, after: int, limit: int, max_bytes: int = 2**22) -> Sequence[PendingLine]:
         """Return pending lines behind the place ``after``: at least one, if there is one, and else at most ``max_bytes``."""
@@ -135,10 +140,7 @@ class JobClaimStore:
             _write(connection, claim, outcomes)
 
     def cancel_some(self, claim: Claim, after: int, limit: int = 5000) -> int | None:
-        """Cancel pending lines behind the place ``after``; return the place of the last one, or None if none are left.
-
-        Raises JobLostError.
-        """
+        """Cancel pending lines behind ``after``; return the place of the last one, None if none are left. Raises JobLostError."""
         pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
         with self._database.writing() as connection:
             self._lock(connection, claim)
@@ -151,15 +153,13 @@ class JobClaimStore:
         """Return results as ``JobStore.results`` does."""
         return read_results(self._database, claim.number, offset, limit)
 
-    def announce_file(self, file: FileRecord) -> None:
-        """Record a file before it is written, so that the remains of a killed runner can be found."""
-        with self._database.writing() as connection:
-            connection.execute(insert(files).values(file.as_row(self._queue, is_whole=False)))
+    def announce_file(self, claim: Claim, file: FileRecord) -> None:
+        """Record a file of the job's tenant before it is written, so that the remains of a killed runner can be found."""
+        self._database.write(insert(files).values(file.as_row(Scope(self._queue, claim.tenant), is_whole=False)))
 
     def withdraw_file(self, file: FileRecord) -> None:
         """Delete the record of an announced file."""
-        with self._database.writing() as connection:
-            connection.execute(delete(files).where(files.c.file_id == file.file_id))
+        self._database.write(delete(files).where(files.c.file_id == file.file_id))
 
     def end(self, claim: Claim, state: JobState, output: FileRecord | None, errors: FileRecord | None) -> None:
         """Write the job's final state and the files that hold its results. Raises JobLostError."""
@@ -174,7 +174,7 @@ class JobClaimStore:
             values |= {"output_file": output and output.file_id, "error_file": errors and errors.file_id}
             connection.execute(update(jobs).where(jobs.c.number == claim.number).values(values))
 
-    def _where_held(self, claim: Claim) -> Any:  # noqa: ANN401 - a condition
+    def _where_held(self, claim: Claim) -> Condition:
         return (jobs.c.number == claim.number) & (jobs.c.owner == self.owner) & (jobs.c.epoch == claim.epoch)
 
     def _lock(self, connection: Connection, claim: Claim) -> None:
@@ -182,6 +182,17 @@ class JobClaimStore:
         updated = connection.execute(update(jobs).where(self._where_held(claim)).values(touched_at=self.clock()))
         if updated.rowcount == 0:
             raise JobLostError(f"{claim.job_id} is held by another runner")
+
+
+def _fair_choice(is_open: Condition, is_running: Condition, is_free: Condition, limit: int) -> Select[tuple[int]]:
+    """Select the numbers of free jobs that are within their tenant's share of ``limit``, running ones counted first."""
+    where = is_open & (is_running | is_free)
+    num_tenants = select(func.count(jobs.c.tenant.distinct())).where(where).scalar_subquery()
+    order = (case((is_running, 0), else_=1), jobs.c.number)
+    rank = func.row_number().over(partition_by=jobs.c.tenant, order_by=order).label("rank")
+    ranked = select(jobs.c.number, rank, is_free.label("is_free")).where(where).subquery()
+    is_within_share = (ranked.c.rank == 1) | (ranked.c.rank * num_tenants <= limit)
+    return select(ranked.c.number).where(ranked.c.is_free, is_within_share)
 
 
 def _write(connection: Connection, claim: Claim, outcomes: Sequence[Outcome]) -> None:
@@ -195,6 +206,7 @@ def _write(connection: Connection, claim: Claim, outcomes: Sequence[Outcome]) ->
     ended = [by_place[place] for place in places]
     num_failed = sum(outcome.is_error for outcome in ended)
     values = {"num_done": jobs.c.num_done + len(ended) - num_failed, "num_failed": jobs.c.num_failed + num_failed}
+    values["num_bytes"] = jobs.c.num_bytes + sum(len(each.result.encode()) for each in ended)
     connection.execute(update(jobs).where(jobs.c.number == claim.number).values(values))
     this = (lines.c.job == bindparam("of_job")) & (lines.c.place == bindparam("at")) & (lines.c.state == PENDING)
     rows = [

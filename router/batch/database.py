@@ -1,109 +1,26 @@
-"""The tables of batch jobs, and the database that holds them: an SQLite file or PostgreSQL."""
+"""The database of batch jobs (an SQLite file or PostgreSQL), and the threads in which calls of it block."""
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Engine,
-    Float,
-    Index,
-    Integer,
-    MetaData,
-    Result,
-    Select,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-    make_url,
-    text,
-)
+from sqlalchemy import Connection, Engine, Executable, Result, Row, Select, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DataError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
 
 from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError
+from tramontane.router.batch.tables import create_or_migrate
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SQLITE_BUSY_TIMEOUT_S = 60.0  # while another process writes
 TEMPORARY_ERRORS = (OperationalError, InterfaceError, TimeoutError)  # all others are defects
 IN_MEMORY = (None, "", ":memory:")  # belongs to one connection and vanishes with it
 SCHEMA_LOCK = 7_408_224  # an arbitrary unique number: one process at a time creates the tables
-Number = BigInteger().with_variant(Integer, "sqlite")
-
-metadata = MetaData()
-
-files = Table(
-    "tramontane_files",
-    metadata,
-    Column("number", Number, primary_key=True, autoincrement=True),
-    Column("file_id", String(64), nullable=False, unique=True),
-    Column("queue", Text, nullable=False),
-    Column("filename", Text, nullable=False),
-    Column("purpose", String(32), nullable=False),
-    Column("num_bytes", Number, nullable=False),
-    Column("path", Text, nullable=False),  # in the storage
-    Column("is_whole", Boolean, nullable=False),  # False while it is being written
-    Column("created_at", Float, nullable=False),
-    Column("touched_at", Float, nullable=False),
-)
-
-jobs = Table(
-    "tramontane_jobs",
-    metadata,
-    Column("number", Number, primary_key=True, autoincrement=True),  # a higher one is younger
-    Column("job_id", String(64), nullable=False, unique=True),
-    Column("queue", Text, nullable=False),  # of one served model; runners and ingresses of others do not see it
-    Column("state", String(16), nullable=False),
-    Column("endpoint", String(64), nullable=False),
-    Column("keeps_order", Boolean, nullable=False),
-    Column("metadata", Text, nullable=False),  # JSON
-    Column("num_lines", Number, nullable=False, default=0),
-    Column("num_done", Number, nullable=False, default=0),
-    Column("num_failed", Number, nullable=False, default=0),
-    Column("num_bad", Number, nullable=False, default=0),
-    Column("num_told", Number, nullable=False, default=0),  # results that have an offset, if order is not kept
-    Column("created_at", Float, nullable=False),
-    Column("started_at", Float),
-    Column("cancelling_at", Float),
-    Column("ended_at", Float),
-    Column("touched_at", Float, nullable=False),  # while it is being submitted
-    Column("error", Text),
-    Column("input_file", String(64)),
-    Column("output_file", String(64)),
-    Column("error_file", String(64)),
-    Column("request_key", String(256)),  # a request that is repeated with its key is the same job
-    Column("owner", String(64)),  # the runner that holds the lease
-    Column("epoch", Number, nullable=False, default=0),  # counts the owners, and fences all but the last
-    Column("leased_until", Float),
-    Index("tramontane_jobs_by_state", "queue", "state", "number"),
-    Index("tramontane_jobs_by_request", "queue", "request_key", unique=True),
-    sqlite_autoincrement=True,  # numbers are never reused: a process may still be adding lines to a deleted job
-)
-
-lines = Table(
-    "tramontane_lines",
-    metadata,
-    Column("job", Number, primary_key=True, autoincrement=False),
-    Column("place", Number, primary_key=True, autoincrement=False),  # from 0, blank lines left out
-    Column("line", Number, nullable=False),  # its number in the input, from 1
-    Column("custom_id", Text),
-    Column("text", Text),  # NULL for an invalid line
-    Column("state", SmallInteger, nullable=False),
-    Column("told", Number),  # offset among the results; without keeps_order NULL until the line is done
-    Column("http_status", SmallInteger),  # NULL if the line never ran
-    Column("result", Text),  # JSON
-    Index("tramontane_lines_by_custom_id", "job", "custom_id"),
-    Index("tramontane_lines_by_offset", "job", "told"),
-)
-
-PENDING, DONE, FAILED = 0, 1, 2  # of a line
 
 
 class Database:
@@ -148,6 +65,18 @@ class Database:
                 connection.execution_options(isolation_level="AUTOCOMMIT")
             yield connection
 
+    def read(self, wanted: Select[Any]) -> Sequence[Row[Any]]:
+        """Return the rows of a query, none if the database is not created. Raises the same errors as ``writing``."""
+        if not self.is_created:
+            return []
+        with self.reading() as connection:
+            return connection.execute(wanted).all()
+
+    def write(self, change: Executable) -> int:
+        """Execute a statement in a transaction of its own; return how many rows it changed. Raises the errors of ``writing``."""
+        with self.writing() as connection:
+            return connection.execute(change).rowcount
+
     @contextmanager
     def stream_rows(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
         """Open a result of which not all rows have to be fetched. Raises JobStoreError.
@@ -186,7 +115,7 @@ class Database:
         with engine.begin() as connection:
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": SCHEMA_LOCK})
-            metadata.create_all(connection)
+            create_or_migrate(connection)
         return engine
 
 
@@ -217,3 +146,21 @@ def _reason(error: SQLAlchemyError) -> str:
     """Return the message without SQL and its values, which may hold prompts."""
     reason = str(getattr(error, "orig", None) or type(error).__name__).strip()
     return f"{reason.splitlines()[0]:.200}"
+
+
+class JobThreadPool:
+    """``count`` threads for calls of the database and the storage, so that tokenizing prompts does not wait for them.
+
+    A call waits while all are busy; only jobs are delayed by that.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="jobs")
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking call in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+
+    def close(self) -> None:
+        """Wait for running calls, so that no connection stays open, and drop the others."""
+        self._pool.shutdown(cancel_futures=True)

@@ -4,18 +4,21 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
 from tramontane.proto.errors import FileTooLargeError, JobStoreError, UnknownFileError
-from tramontane.router.batch.database import Database, files
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.quotas import TenantQuota
 from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.tables import Scope, files
 
 Purpose = Literal["batch", "batch_output"]
 MAX_NAME = 255  # characters
-INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that is not complete by then never will be
+INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that has not grown for this time never will be complete
+RECORD_BYTES = 2**26  # of a file that is being written, after which its size is recorded and checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +39,29 @@ class FileRecord:
         file_id = f"file-{uuid.uuid4().hex}"
         return cls(file_id, filename[:MAX_NAME], purpose, num_bytes, now, f"{purpose}/{file_id}.jsonl")
 
-    def with_size(self, num_bytes: int) -> "FileRecord":
-        """Return a copy of this size."""
-        return replace(self, num_bytes=num_bytes)
-
-    def as_row(self, queue: str, is_whole: bool) -> dict[str, Any]:
+    def as_row(self, scope: Scope, is_whole: bool) -> dict[str, Any]:
         """Return the columns of its row."""
-        names = ("file_id", "filename", "purpose", "num_bytes", "created_at", "path")
-        return {name: getattr(self, name) for name in names} | {
-            "queue": queue,
-            "is_whole": is_whole,
-            "touched_at": self.created_at,
-        }
+        row = asdict(self) | scope.as_row() | {"is_whole": is_whole, "touched_at": self.created_at}
+        del row["number"]
+        return row
 
 
 class FileStore:
-    """The files of one queue. Methods block: call them in a thread."""
+    """The files of one tenant, and deletion of old files of all tenants. Methods block: call them in a thread."""
 
     def __init__(
-        self, database: Database, storage: JobStorage, queue: str, max_bytes: int, clock: Callable[[], float] = time.time
+        self, database: Database, storage: JobStorage, quota: TenantQuota, clock: Callable[[], float] = time.time
     ) -> None:
-        self.max_bytes = max_bytes
-        self._database, self._storage, self._queue, self._clock = database, storage, queue, clock
+        self._database, self._storage, self._quota, self._clock = database, storage, quota, clock
+        self._scope, self._max_bytes = quota.scope, quota.limits.max_bytes
 
     def write(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Store a file. Raises FileTooLargeError; then nothing is kept."""
+        """Store a file. Raises FileTooLargeError or QuotaExceededError; then nothing is kept."""
         record = FileRecord.new(filename, purpose, self._clock())
-        with self._database.writing() as connection:
-            connection.execute(insert(files).values(record.as_row(self._queue, is_whole=False)))
-        this = files.c.file_id == record.file_id
+        self._database.write(insert(files).values(record.as_row(self._scope, is_whole=False)))
         try:
-            num_bytes = self._storage.write(record.path, self._bounded(pieces))
-            with self._database.writing() as connection:
-                connection.execute(update(files).where(this).values(is_whole=True, num_bytes=num_bytes))
+            self._record_size(record, self._storage.write(record.path, self._bounded(record, pieces)))
+            self._database.write(update(files).where(files.c.file_id == record.file_id).values(is_whole=True))
         except BaseException:
             self._forget(record)
             raise
@@ -76,30 +69,24 @@ class FileStore:
 
     def get(self, file_id: str) -> FileRecord:
         """Return a file's record. Raises UnknownFileError."""
-        if self._database.is_created and "\0" not in file_id:  # PostgreSQL cannot compare a NUL
-            where = (files.c.file_id == file_id) & (files.c.queue == self._queue) & files.c.is_whole
-            with self._database.reading() as connection:
-                row = connection.execute(select(files).where(where)).one_or_none()
-            if row is not None:
-                return _record(row)
-        raise UnknownFileError(f"there is no file {file_id!r:.80}")
+        where = self._scope.where(files) & (files.c.file_id == file_id) & files.c.is_whole
+        rows = self._database.read(select(files).where(where)) if "\0" not in file_id else []  # PostgreSQL cannot compare a NUL
+        if not rows:
+            raise UnknownFileError(f"there is no file {file_id!r:.80}")
+        return _record(rows[0])
 
     def list(
         self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
     ) -> Sequence[FileRecord]:
         """Return records of files, starting behind the file ``after``. Raises UnknownFileError."""
-        where = (files.c.queue == self._queue) & files.c.is_whole
+        where = self._scope.where(files) & files.c.is_whole
         if purpose is not None:
             where &= files.c.purpose == purpose
         if after is not None:
             number = self.get(after).number
             where &= files.c.number < number if newest_first else files.c.number > number
-        if not self._database.is_created:
-            return []
         order = files.c.number.desc() if newest_first else files.c.number
-        with self._database.reading() as connection:
-            rows = connection.execute(select(files).where(where).order_by(order).limit(limit)).all()
-        return [_record(row) for row in rows]
+        return [_record(row) for row in self._database.read(select(files).where(where).order_by(order).limit(limit))]
 
     def delete(self, file_id: str) -> None:
         """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
@@ -110,32 +97,38 @@ class FileStore:
         return self._storage.read(record.path)
 
     def discard_old(self, before: float) -> None:
-        """Delete files that were created before this time. Jobs do not need their input after submission."""
+        """Delete files of all tenants that were created before this time. Jobs do not need their input after submission."""
         self._discard(files.c.is_whole & (files.c.created_at < before))
 
     def delete_abandoned(self) -> None:
-        """Delete incomplete files of processes that died."""
+        """Delete incomplete files of processes that died, of all tenants."""
         self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - INCOMPLETE_TIMEOUT_S))
 
     def _discard(self, which: ColumnElement[bool]) -> None:
-        with self._database.reading() as connection:
-            rows = connection.execute(select(files).where(which, files.c.queue == self._queue)).all()
-        for row in rows:
+        for row in self._database.read(select(files).where(which, files.c.queue == self._scope.queue)):
             self._forget(_record(row))
 
     def _forget(self, record: FileRecord) -> None:
         with suppress(JobStoreError):  # the row remains, so that it can be deleted later
             self._storage.delete(record.path)
-            with self._database.writing() as connection:
-                connection.execute(delete(files).where(files.c.file_id == record.file_id))
+            self._database.write(delete(files).where(files.c.file_id == record.file_id))
 
-    def _bounded(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        num_bytes = 0
+    def _bounded(self, record: FileRecord, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        num_bytes = num_recorded = 0
         for piece in pieces:
             num_bytes += len(piece)
-            if num_bytes > self.max_bytes:
-                raise FileTooLargeError(f"the file is larger than {self.max_bytes} bytes; split it")
+            if num_bytes > self._max_bytes:
+                raise FileTooLargeError(f"the file is larger than {self._max_bytes} bytes; split it")
+            if num_bytes - num_recorded >= RECORD_BYTES:
+                self._record_size(record, num_bytes)
+                num_recorded = num_bytes
             yield piece
+
+    def _record_size(self, record: FileRecord, num_bytes: int) -> None:
+        """Record that the file has grown. Raises QuotaExceededError."""
+        values = {"num_bytes": num_bytes, "touched_at": self._clock()}
+        self._database.write(update(files).where(files.c.file_id == record.file_id).values(values))
+        self._quota.check_bytes()
 
 
 def _record(row: Row[Any]) -> FileRecord:

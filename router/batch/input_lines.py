@@ -16,12 +16,17 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Limits of jobs. ``max_open_jobs``: that have not ended. ``keep_s``: how long ended jobs and files stay; None: forever."""
+    """Limits of one job or file, and of what one tenant may have.
+
+    ``keep_s``: how long ended jobs and files stay; None: forever.
+    """
 
     max_line_bytes: int = 2**20
     max_lines: int = 2**22
     max_bytes: int = 2**32
-    max_open_jobs: int = 1000
+    max_open_jobs: int = 1000  # of a tenant, that have not ended
+    max_open_lines: int = 2**24  # in these jobs
+    max_stored_bytes: int = 2**36  # in all jobs and files of a tenant
     keep_s: float | None = None
 
 

@@ -1,8 +1,9 @@
 """Runs batch jobs: keeps lines in progress and writes the outcome of each.
 
-Jobs take turns, line by line: each has a task that waits for a free slot, and slots are granted in the order of waiting. A
-job of three lines is therefore done in three turns, however long the job before it is. A line that waits to be retried
-releases its slot in the meantime; at most as many lines of one job are started and unfinished as there are slots.
+Tenants share the slots for lines equally (``line_slots.py``), and the jobs of a tenant take turns, line by line: each job has
+a task that waits for a slot, and a tenant's slots are granted in the order of waiting. A job of three lines is therefore done
+in three turns, however long the job before it is. A line that waits to be retried releases its slot in the meantime; at most
+as many lines of one job are started and unfinished as there are slots.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tramontane.proto.errors import (
+    DEFECT,
     JobStoreError,
     OverloadedError,
     PipelineError,
@@ -23,43 +25,15 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.claims import Claim, JobClaimStore, JobLostError, Outcome, PendingLine
+from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import extract_body
-from tramontane.router.batch.outcome_writer import JobThreadPool, OutcomeWriter, Sleep, retry_while_store_down
-from tramontane.router.batch.result_files import write_result_files
+from tramontane.router.batch.line_slots import LineSlot, LineSlots
+from tramontane.router.batch.outcomes import OutcomeWriter, Sleep, retry_while_store_down, write_result_files
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import error_text
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 
 logger = logging.getLogger(__name__)
-
-
-class LineSlot:
-    """One of ``slots``, acquired for a line. Free slots are granted in the order in which they were requested."""
-
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots, self._is_held = slots, True
-
-    async def yield_during(self, seconds: float, sleep: Sleep, unless: asyncio.Event) -> None:
-        """Release the slot for this time, then acquire it again. If ``unless`` is set, return at once without the slot."""
-        self.release()
-        waiting = [asyncio.ensure_future(each) for each in (self._reacquire(seconds, sleep), unless.wait())]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    async def _reacquire(self, seconds: float, sleep: Sleep) -> None:
-        await sleep(seconds)
-        await self._slots.acquire()
-        self._is_held = True
-
-    def release(self) -> None:
-        """Release the slot if it is held."""
-        if self._is_held:
-            self._is_held = False
-            self._slots.release()
 
 
 T = TypeVar("T")
@@ -68,7 +42,7 @@ Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]
 POLL_S = 1.0
 THREADS = 4
 PAGE_SIZE = 256  # lines of a job that are fetched at once
-MAX_JOBS = 64  # that take turns
+MAX_JOBS = 64  # that take turns, shared by the tenants; each has one at least
 MAX_TRIES = 10  # that failed while the line ran
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
@@ -105,8 +79,10 @@ class BatchRunner:
     ) -> None:
         self._claims, self._storage, self._answer = claims, storage, answer
         self._poll_s, self._sleep = poll_s, sleep
-        self._concurrency, self._slots = concurrency, asyncio.Semaphore(concurrency)
-        self._threads, self._lease_thread = JobThreadPool(THREADS), JobThreadPool(1)  # a lease must not wait for lines
+        self._concurrency, self._slots = concurrency, LineSlots(concurrency)
+        self._threads = JobThreadPool(THREADS)
+        self._lease_thread = JobThreadPool(1)  # a lease must not wait for lines
+        self._file_thread = JobThreadPool(1)  # nor a line for result files
         self._writer = OutcomeWriter(claims, sleep, self._threads)
         self._runs: dict[int, _Run] = {}  # by the job's number
         self._renewed_at = float("-inf")
@@ -127,8 +103,8 @@ class BatchRunner:
             for task in [*tasks, writing]:
                 task.cancel()
             await asyncio.gather(*tasks, writing, return_exceptions=True)
-            await asyncio.to_thread(self._threads.close)
-            await asyncio.to_thread(self._lease_thread.close)
+            for pool in (self._threads, self._lease_thread, self._file_thread):
+                await asyncio.to_thread(pool.close)
 
     async def _retry(self, call: Callable[[], T]) -> T:
         return await retry_while_store_down(call, self._sleep, self._threads)
@@ -139,12 +115,11 @@ class BatchRunner:
             return
         if self._runs:
             await self._renew_claims()
-        if (num_free := MAX_JOBS - len(self._runs)) > 0:
-            for claim in await self._lease_thread.run(self._claims.claim, num_free, tuple(self._runs)):
-                run = self._runs[claim.number] = _Run(claim)
-                if claim.is_cancelled:
-                    run.cancelled.set()
-                run.task = asyncio.create_task(self._run_job(run))
+        for claim in await self._lease_thread.run(self._claims.claim, MAX_JOBS, tuple(self._runs)):
+            run = self._runs[claim.number] = _Run(claim)
+            if claim.is_cancelled:
+                run.cancelled.set()
+            run.task = asyncio.create_task(self._run_job(run))
 
     async def _renew_claims(self) -> None:
         now = self._claims.clock()
@@ -187,8 +162,7 @@ class BatchRunner:
                 await unfinished.acquire()
                 if run.is_cancelled:  # no need to wait for a slot
                     return
-                await self._slots.acquire()
-                slot = LineSlot(self._slots)
+                slot = await self._slots.acquire(run.claim.tenant)
                 if run.is_cancelled:
                     slot.release()
                     return
@@ -218,7 +192,7 @@ class BatchRunner:
                     logger.exception("a line of %s failed with a defect", run.claim.job_id)
                 wait, num_failed = 0, num_failed + 1
                 if num_failed == MAX_TRIES:
-                    why = str(error) if isinstance(error, PipelineError) else "the server has a defect; see its log"
+                    why = str(error) if isinstance(error, PipelineError) else DEFECT
                     return Outcome(line.place, True, UNAVAILABLE.status, error_text(why, UNAVAILABLE))
             if run.is_cancelled:
                 break
@@ -232,7 +206,7 @@ class BatchRunner:
             last: int | None = -1
             while last is not None:
                 last = await self._retry(partial(self._claims.cancel_some, claim, last))
-        output, errors = await self._retry(lambda: write_result_files(self._claims, self._storage, claim))
+        output, errors = await write_result_files(self._claims, self._storage, claim, self._sleep, self._file_thread)
         state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
         await self._retry(lambda: self._claims.end(claim, state, output, errors))
 

@@ -3,6 +3,7 @@
 Responses are built as dictionaries; tests validate them against the models.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.store import StoredJob
+from tramontane.router.batch.store import StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import default_if_null
+from tramontane.router.openai.responses import Answer
 
 COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; our jobs run until they end
 MAX_LIST = 100
@@ -79,6 +81,23 @@ def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
     }
 
 
+def result_line(job_id: str, result: StoredResult) -> bytes:
+    """Format a result. A line that never ran has an error and no response; one that failed has a response with the error."""
+    line = result.line
+    answered = result.http_status is not None
+    name = f"{job_id.removeprefix('batch_')}_{line.line}"  # the same each time it is written
+    head = json.dumps({"id": f"batch_req_{name}", "custom_id": line.custom_id or None})[:-1]
+    body = f'{{"error": {line.body}}}' if line.is_error else line.body
+    response = f'{{"status_code": {result.http_status}, "request_id": "req_{name}", "body": {body}}}' if answered else "null"
+    error = "null" if answered else _short_error(line.body, line.line)
+    return f'{head}, "response": {response}, "error": {error}}}\n'.encode()
+
+
+def _short_error(body: str, line: int) -> str:
+    error = json.loads(body)
+    return json.dumps({"code": error["code"], "message": error["message"], "line": line})
+
+
 def _to_seconds(time_s: float | None) -> int | None:
     return None if time_s is None else int(time_s)
 
@@ -131,18 +150,16 @@ def check_query(query: Mapping[str, str], *known: str) -> None:
             raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class FileUpload(_Shape):
+class FileUpload(BaseModel):
     """Form of ``POST /v1/files``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     purpose: Literal["batch"]
     file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
 
 
-class StoredFile(_Shape):
+class StoredFile(Answer):
     """A file."""
 
     id: str
@@ -155,7 +172,7 @@ class StoredFile(_Shape):
     expires_at: int | None
 
 
-class _Page(_Shape):
+class _Page(Answer):
     object: Literal["list"]
     first_id: str | None
     last_id: str | None
@@ -168,7 +185,7 @@ class FileList(_Page):
     data: list[StoredFile]
 
 
-class DeletedFile(_Shape):
+class DeletedFile(Answer):
     """Response to the deletion of a file."""
 
     id: str
@@ -176,7 +193,7 @@ class DeletedFile(_Shape):
     deleted: bool
 
 
-class BatchError(_Shape):
+class BatchError(Answer):
     """An error of an input line."""
 
     code: str
@@ -185,14 +202,14 @@ class BatchError(_Shape):
     param: str | None
 
 
-class JobProblems(_Shape):
+class BatchErrors(Answer):
     """Errors of a job without a valid line."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
-class RequestCounts(_Shape):
+class RequestCounts(Answer):
     """Progress of a job."""
 
     total: int
@@ -200,13 +217,13 @@ class RequestCounts(_Shape):
     failed: int
 
 
-class Batch(_Shape):
+class Batch(Answer):
     """A job. Times are seconds since 1970."""
 
     id: str
     object: Literal["batch"]
     endpoint: Endpoint
-    errors: JobProblems | None
+    errors: BatchErrors | None
     input_file_id: str
     completion_window: Literal["24h"]
     status: Literal["validating", "in_progress", "cancelling", "completed", "cancelled", "failed"]

@@ -2,23 +2,29 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Self
 
 from tramontane.proto.errors import JobRefusedError, OverloadedError, TramontaneError, UnknownJobError
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
-from tramontane.router.batch.database import Database
+from tramontane.router.batch.database import Database, JobThreadPool
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
+from tramontane.router.batch.ingest import JobIngest, digest_of_text, digest_of_url
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.outcome_writer import JobThreadPool
-from tramontane.router.batch.storage import JobStorage, UrlReader
+from tramontane.router.batch.quotas import RETRY_AFTER_S, TenantQuota
+from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
-from tramontane.router.batch.submissions import RETRY_AFTER_S, JobIngest, JobSubmissions
+from tramontane.router.batch.submissions import JobSubmissions
+from tramontane.router.batch.tables import KEYLESS, Scope
+from tramontane.router.batch.urls import UrlReader
 
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
 POLL_INTERVAL_S = 0.5
-THREADS = 8
+THREADS, UPLOAD_THREADS = 8, 4
 MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
@@ -38,49 +44,72 @@ class JobSettings:
 
 
 class BatchService:
-    """Jobs and files. Blocking calls run in threads; if the database fails, methods raise PipelineError.
+    """Jobs and files of one tenant: of the clients without an API key, or of another one by ``for_tenant``.
 
-    Raises ConfigError for unsuitable settings.
+    Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises ConfigError for unsuitable settings.
     """
 
     def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_INTERVAL_S) -> None:
         self.limits = settings.limits
-        self._endpoints, self._clock, self._poll_s = settings.endpoints, clock, poll_s
+        self._settings, self._clock, self._poll_s = settings, clock, poll_s
         self._urls = UrlReader(settings.url_prefixes)
         self._threads = JobThreadPool(THREADS)
-        self._num_streams = 0
-        self._database = Database(settings.database)
-        self._submissions = JobSubmissions(self._database, settings.queue, settings.limits, clock)
-        self._jobs = JobStore(self._database, settings.queue, clock)
-        storage = JobStorage(settings.storage)
-        self._files = FileStore(self._database, storage, settings.queue, settings.limits.max_bytes, clock)
+        self._upload_threads = JobThreadPool(UPLOAD_THREADS)  # a file may take long, and other calls must not wait for it
+        self._streams: Counter[str] = Counter()  # by tenant
+        self._database, self._storage = Database(settings.database), JobStorage(settings.storage)
+        self._bind(KEYLESS)
+
+    def _bind(self, tenant: str) -> None:
+        self._tenant, scope = tenant, Scope(self._settings.queue, tenant)
+        self._quota = TenantQuota(self._database, scope, self.limits)
+        self._submissions = JobSubmissions(self._database, self._quota, self._clock)
+        self._jobs = JobStore(self._database, scope, self._clock)
+        self._files = FileStore(self._database, self._storage, self._quota, self._clock)
+
+    def for_tenant(self, tenant: str) -> Self:
+        """Return the service of another tenant, with the same store, threads and streams."""
+        other = copy(self)
+        other._bind(tenant)
+        return other
 
     def close(self) -> None:
-        """Wait for running calls and close the database."""
+        """Wait for running calls and close the database, for all tenants."""
         self._threads.close()
+        self._upload_threads.close()
         self._database.close()
+
+    async def require_accepting(self) -> None:
+        """Raise PipelineError if no job and no file can be accepted now."""
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """Submit a text: see ``JobService``."""
-        known = await self._find_by_request_key(request_key, options, None)
-        return (known or await self._submit(lines, options, None, request_key)).job
+        await self.require_accepting()
+        if (known := await self._find_by_request_key(request_key, options, None)) is None:
+            return (await self._submit(lines, options, request_key)).job
+        _check_digest(known, await digest_of_text(lines, self.limits.max_bytes, self._threads))
+        return known.job
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         """Submit what a URL holds: see ``JobService``."""
-        known = await self._find_by_request_key(request_key, options, None)
-        return (known or await self._submit(self._urls.read(url), options, None, request_key)).job
+        await self.require_accepting()
+        digest = digest_of_url(url)
+        if (known := await self._find_by_request_key(request_key, options, None)) is None:
+            return (await self._submit(self._urls.read(url), options, request_key, input_digest=digest)).job
+        _check_digest(known, digest)
+        return known.job
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         """Submit an uploaded file, as ``submit`` does. Raises UnknownFileError."""
+        await self.require_accepting()
         if (known := await self._find_by_request_key(request_key, options, file_id)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
-        return await self._submit(self._files.open(file), options, file_id, request_key)
+        return await self._submit(self._files.open(file), options, request_key, file_id)
 
     async def _find_by_request_key(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
-        """Return the job that the same request has created. Options and source are compared, lines are not."""
+        """Return the job that a request with this key has created, if its file and options are the same."""
         if request_key is None:
             return None
         if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
@@ -91,14 +120,20 @@ class BatchService:
         return known
 
     async def _submit(
-        self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None, request_key: str | None
+        self,
+        pieces: AsyncIterator[bytes],
+        options: JobOptions,
+        request_key: str | None,
+        file_id: str | None = None,
+        input_digest: str | None = None,
     ) -> StoredJob:
+        """Submit a job. ``input_digest`` replaces the digest of the text."""
         self._validate(options)
         creating = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
         try:
             job = await asyncio.shield(creating)  # the thread continues in any case, and its job must be deleted then
-            await JobIngest(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
-            return await self._threads.run(self._submissions.accept, job)
+            digest = await JobIngest(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
+            return await self._threads.run(self._submissions.accept, job, input_digest or digest)
         except BaseException:  # also if the client has left
             await asyncio.shield(self._discard(creating))
             raise
@@ -109,8 +144,8 @@ class BatchService:
             await self._threads.run(self._submissions.delete, (await creating).number)
 
     def _validate(self, options: JobOptions) -> None:
-        if options.endpoint not in self._endpoints:
-            raise JobRefusedError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(self._endpoints)}")
+        if options.endpoint not in (endpoints := self._settings.endpoints):
+            raise JobRefusedError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(endpoints)}")
         metadata = options.metadata.items()
         too_long = any(len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in metadata)
         if len(metadata) > MAX_METADATA or too_long:
@@ -142,7 +177,7 @@ class BatchService:
         """Cancel a job and return it as it is stored. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.cancel, job_id)
 
-    async def watch(self, job_id: str) -> AsyncIterator[Job]:
+    async def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
         """Yield a job after every change: see ``JobService``."""
         last: Job | None = None
         with self.streaming():
@@ -153,7 +188,7 @@ class BatchService:
                 else:
                     yield (last := job)
 
-    async def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
+    async def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
         """Yield results: see ``JobService``."""
         with self.streaming():
             async with aclosing(self.stored_results(job_id, offset)) as results:
@@ -177,18 +212,29 @@ class BatchService:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Count one stream. Raises OverloadedError if there are too many."""
-        if self._num_streams == MAX_STREAMS:
-            raise OverloadedError(f"{MAX_STREAMS} streams of batch jobs are open; try again later", RETRY_AFTER_S)
-        self._num_streams += 1
+        """Count one stream. Raises OverloadedError if there are too many: one API key may have half of what others leave."""
+        own = self._streams[self._tenant]
+        left = MAX_STREAMS - (self._streams.total() - own)
+        if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
+            raise OverloadedError(
+                f"{own} of your streams of batch jobs are open, and there is no room for another one; try again later",
+                RETRY_AFTER_S,
+            )
+        self._streams[self._tenant] += 1
         try:
             yield
         finally:
-            self._num_streams -= 1
+            self._streams[self._tenant] -= 1
+
+    async def check_upload(self, num_bytes: int) -> None:
+        """Raise PipelineError or QuotaExceededError if a file of this size cannot be accepted now."""
+        await self.require_accepting()
+        await self._threads.run(self._quota.check_bytes, num_bytes)
 
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Store a file. Raises FileTooLargeError."""
-        return await self._threads.run(self._files.write, filename, purpose, pieces)
+        """Store a file. Raises FileTooLargeError or QuotaExceededError."""
+        await self.require_accepting()
+        return await self._upload_threads.run(self._files.write, filename, purpose, pieces)
 
     async def file(self, file_id: str) -> FileRecord:
         """Return a file's record. Raises UnknownFileError."""
@@ -210,7 +256,10 @@ class BatchService:
         return _with_first(await anext(pieces, b""), pieces)
 
     async def collect_garbage(self) -> None:
-        """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``."""
+        """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``.
+
+        It does so for all tenants.
+        """
         if not self._database.is_created:
             return
         await self._threads.run(self._submissions.delete_abandoned)
@@ -219,6 +268,12 @@ class BatchService:
             before = self._clock() - self.limits.keep_s
             await self._threads.run(self._submissions.discard_ended, before)
             await self._threads.run(self._files.discard_old, before)
+
+
+def _check_digest(known: StoredJob, digest: str) -> None:
+    """Raise JobRefusedError if a job was not made from this input; of jobs of version 0.1 that is not known."""
+    if known.input_digest not in (None, digest):
+        raise JobRefusedError("the request's key belongs to a job with other lines or another URL; use a new key")
 
 
 async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import ColumnElement, Connection, Row, select, update
 
 from tramontane.proto.errors import UnknownJobError
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
-from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.tables import FAILED, PENDING, Scope, jobs, lines
 from tramontane.router.openai.errors import HttpErrorSpec
 
 NUM_SHOWN = 3
@@ -56,6 +57,7 @@ class StoredJob:
     error_file: str | None
     cancelling_at: float | None
     problems: Sequence[LineError] = ()  # of its first lines, if no line is valid
+    input_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,15 @@ def _stored_job(row: Row[Any], problems: Sequence[LineError]) -> StoredJob:
     state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
     counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
     job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
-    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at, problems)
+    files = (row.input_file, row.output_file, row.error_file)
+    return StoredJob(job, row.number, *files, row.cancelling_at, problems, row.input_digest)
 
 
 class JobStore:
-    """The accepted jobs of one ``queue``. Methods block: call them in a thread. ``clock``: seconds since 1970."""
+    """The accepted jobs of one scope. Methods block: call them in a thread. ``clock``: seconds since 1970."""
 
-    def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time) -> None:
-        self._database, self._queue, self._clock = database, queue, clock
+    def __init__(self, database: Database, scope: Scope, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._scope, self._clock = database, scope, clock
 
     def get(self, job_id: str) -> StoredJob:
         """Return a job. Raises UnknownJobError."""
@@ -138,7 +141,7 @@ class JobStore:
 
     def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
         """Return the newest jobs first, starting behind the job ``after``. Raises UnknownJobError."""
-        where = (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
+        where = self._scope.where(jobs) & jobs.c.state.not_in(HIDDEN)
         if after is not None:
             where &= jobs.c.number < self.get(after).number
         if not self._database.is_created:
@@ -149,17 +152,16 @@ class JobStore:
 
     def cancel(self, job_id: str) -> StoredJob:
         """Ask the job's runner to cancel it. Raises UnknownJobError."""
-        number = self.get(job_id).number
+        self.get(job_id)
         cancellable = [JobState.QUEUED.value, JobState.RUNNING.value]
-        with self._database.writing() as connection:
-            where = (jobs.c.number == number) & jobs.c.state.in_(cancellable)
-            values = {"state": JobState.CANCELLING.value, "cancelling_at": self._clock()}
-            connection.execute(update(jobs).where(where).values(values))
+        where = self._where_id(job_id) & jobs.c.state.in_(cancellable)
+        values = {"state": JobState.CANCELLING.value, "cancelling_at": self._clock()}
+        self._database.write(update(jobs).where(where).values(values))
         return self.get(job_id)
 
     def results(self, job: StoredJob, offset: int, limit: int, max_chars: int = MAX_RESULT_CHARS) -> Sequence[StoredResult]:
         """Return results from ``offset`` on, up to the first line that is not done."""
         return read_results(self._database, job.number, offset, limit, max_chars)
 
-    def _where_id(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
-        return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
+    def _where_id(self, job_id: str) -> ColumnElement[bool]:
+        return self._scope.where(jobs) & (jobs.c.job_id == job_id) & jobs.c.state.not_in(HIDDEN)

@@ -1,46 +1,48 @@
-"""Submissions: storing the lines of a new job until it is accepted; and deletion of jobs."""
+"""Submissions: jobs on their way into the database, invisible until they are accepted; and deletion of jobs."""
 
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from tramontane.proto.errors import FileTooLargeError, JobRefusedError, OverloadedError
+from tramontane.proto.errors import JobRefusedError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
-from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.input_lines import InputLine, JobLimits, LineSplitter, ParsedLine, parse_line
-from tramontane.router.batch.outcome_writer import JobThreadPool
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.input_lines import ParsedLine
+from tramontane.router.batch.quotas import TenantQuota
 from tramontane.router.batch.store import (
     DISCARDING,
     ENDED_STATES,
     HIDDEN,
-    OPEN_STATES,
     SUBMITTING,
     StoredJob,
-    assign_offsets,
     error_text,
     first_line_errors,
     stored_jobs,
     summarize_line_errors,
 )
+from tramontane.router.batch.tables import FAILED, PENDING, jobs, lines
 from tramontane.router.openai.errors import HttpErrorSpec
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
 TAKEOVER_TIMEOUT_S = 30.0  # a submission without progress for this time is replaced if its request is repeated
 MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
-RETRY_AFTER_S = 30
 BAD_LINE = HttpErrorSpec(400, "invalid_request_error", code="invalid_line")
 
 
 class JobSubmissions:
-    """Submissions to one ``queue``. Methods block: call them in a thread. ``clock``: seconds since 1970."""
+    """Submissions of one tenant, and deletion of jobs of all tenants. Methods block: call them in a thread.
 
-    def __init__(self, database: Database, queue: str, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
-        self._database, self._queue, self._limits, self._clock = database, queue, limits, clock
+    ``clock``: seconds since 1970.
+    """
+
+    def __init__(self, database: Database, quota: TenantQuota, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._quota, self._scope, self._clock = database, quota, quota.scope, clock
 
     def create(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
         """Create a job to add lines to, which is invisible until it is accepted.
@@ -49,11 +51,13 @@ class JobSubmissions:
         key that has made no progress for ``TAKEOVER_TIMEOUT_S`` is deleted: its process has most likely died.
         """
         now = self._clock()
-        if request_key is not None and (number := self._still_submitting(request_key)) is not None:
-            self.delete(number, now - TAKEOVER_TIMEOUT_S)
+        if request_key is not None:
+            same = self._scope.where(jobs) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
+            for earlier in self._database.read(select(jobs.c.number).where(same)):  # at most one
+                self.delete(earlier.number, now - TAKEOVER_TIMEOUT_S)
         row = {
             "job_id": f"batch_{uuid.uuid4().hex}",
-            "queue": self._queue,
+            **self._scope.as_row(),
             "state": SUBMITTING,
             "endpoint": options.endpoint,
             "keeps_order": options.keeps_order,
@@ -63,53 +67,60 @@ class JobSubmissions:
             "input_file": input_file,
             "request_key": request_key,
         }
-        is_open = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
         try:
             with self._database.writing() as connection:
-                where = (jobs.c.queue == self._queue) & is_open
-                num_open = connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
-                if num_open >= self._limits.max_open_jobs:
-                    raise OverloadedError(f"{num_open} batch jobs have not ended; submit this one later", RETRY_AFTER_S)
+                self._quota.check_new_job(connection)
                 connection.execute(insert(jobs).values(row))
                 return stored_jobs(connection, connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).all())[0]
         except IntegrityError as error:
             raise OverloadedError("the same request is being submitted already", 1) from error
 
-    def _still_submitting(self, request_key: str) -> int | None:
-        if not self._database.is_created:
-            return None
-        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
-        with self._database.reading() as connection:
-            return connection.execute(select(jobs.c.number).where(where)).scalar_one_or_none()
-
     def find_by_request_key(self, request_key: str) -> StoredJob | None:
         """Return the accepted job that a request with this key has created."""
         if not self._database.is_created:
             return None
-        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
+        where = self._scope.where(jobs) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
         with self._database.reading() as connection:
             found = stored_jobs(connection, connection.execute(select(jobs).where(where)).all())
         return found[0] if found else None
 
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
-        """Add lines, in input order and in one transaction. Without lines, only record that the submission makes progress."""
+        """Add lines, in input order and in one transaction. Without lines, only record that the submission makes progress.
+
+        Raises OverloadedError if the tenant may not have so many.
+        """
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
+        num_bytes = sum(len((row["text"] or row["result"]).encode()) for row in rows)
+        if rows:
+            self._quota.check_lines(len(rows), num_bytes)
         with self._database.writing() as connection:
             here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
-            values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
-            if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
+            values = {"num_lines": jobs.c.num_lines + len(rows), "num_bytes": jobs.c.num_bytes + num_bytes}
+            changed = connection.execute(update(jobs).where(here).values(values | {"touched_at": self._clock()}))
+            if changed.rowcount == 0:
                 raise JobRefusedError("the submission made no progress for too long; submit it again")
             if rows:
-                connection.execute(insert(lines), rows)
-                _mark_repeated(connection, job.number, first_place)
-                _count_bad(connection, job, first_place)
+                self._insert(connection, job, rows)
 
-    def accept(self, job: StoredJob) -> StoredJob:
-        """Accept a job: from now on it is durable. A job without a valid line fails at once.
+    def _insert(self, connection: Connection, job: StoredJob, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert lines. A valid one is refused by the unique index if the job has its custom_id; it is inserted as invalid."""
+        dialect = sqlite if self._database.is_sqlite else postgresql
+        valid, accepted = [row for row in rows if row["text"] is not None], set[int]()
+        if valid:
+            statement = dialect.insert(lines).on_conflict_do_nothing().returning(lines.c.place)
+            accepted.update(connection.execute(statement, valid).scalars())
+        if invalid := [_as_invalid(row) for row in rows if row["place"] not in accepted]:
+            this = jobs.c.number == job.number
+            num_told = connection.execute(select(jobs.c.num_told).where(this)).scalar_one()
+            if not job.job.options.keeps_order:
+                invalid = [row | {"told": told} for told, row in enumerate(invalid, num_told)]
+            connection.execute(insert(lines), invalid)
+            counts = (jobs.c.num_bad, jobs.c.num_failed, *([] if job.job.options.keeps_order else [jobs.c.num_told]))
+            connection.execute(update(jobs).where(this).values({count: count + len(invalid) for count in counts}))
 
-        Raises JobRefusedError if it has no lines.
-        """
+    def accept(self, job: StoredJob, input_digest: str | None = None) -> StoredJob:
+        """Accept a job: it is durable then. One without a valid line fails at once. Raises JobRefusedError if it has no lines."""
         this = select(jobs).where(jobs.c.number == job.number)
         with self._database.writing() as connection:
             row = connection.execute(this.where(jobs.c.state == SUBMITTING).with_for_update()).one_or_none()
@@ -117,10 +128,10 @@ class JobSubmissions:
                 raise JobRefusedError("the submission made no progress for too long; submit it again")
             if row.num_lines == 0:
                 raise JobRefusedError("the input has no lines")
-            values: dict[str, Any] = {"state": JobState.QUEUED.value}
+            values: dict[str, Any] = {"state": JobState.QUEUED.value, "input_digest": input_digest}
             if row.num_bad == row.num_lines:
                 reason = summarize_line_errors(first_line_errors(connection, [job.number])[job.number], row.num_lines)
-                values = {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": reason}
+                values |= {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": reason}
             connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
             return stored_jobs(connection, connection.execute(this).all())[0]
 
@@ -129,10 +140,9 @@ class JobSubmissions:
         here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
         if touched_before is not None:
             here &= jobs.c.touched_at < touched_before
-        with self._database.writing() as connection:  # its request key becomes free at once
-            if connection.execute(update(jobs).where(here).values(state=DISCARDING, request_key=None)).rowcount == 0:
-                return
-        self._delete(number)
+        change = update(jobs).where(here).values(state=DISCARDING, request_key=None)  # the key becomes free at once
+        if self._database.write(change):
+            self._delete(number)
 
     def _delete(self, number: int) -> None:
         """Delete a job in state DISCARDING; several processes may do so at once."""
@@ -145,24 +155,19 @@ class JobSubmissions:
                     return
 
     def discard_ended(self, before: float) -> None:
-        """Delete jobs that ended before this time, with their lines. Files are deleted separately."""
-        where = (jobs.c.queue == self._queue) & jobs.c.state.in_(ENDED_STATES) & (jobs.c.ended_at < before)
-        with self._database.reading() as connection:
-            numbers = connection.execute(select(jobs.c.number).where(where)).scalars().all()
-        for number in numbers:
-            with self._database.writing() as connection:
-                values = {"state": DISCARDING, "request_key": None}
-                connection.execute(update(jobs).where(where, jobs.c.number == number).values(values))
-            self._delete(number)
+        """Delete jobs of all tenants that ended before this time, with their lines. Files are deleted separately."""
+        where = (jobs.c.queue == self._scope.queue) & jobs.c.state.in_(ENDED_STATES) & (jobs.c.ended_at < before)
+        for row in self._database.read(select(jobs.c.number).where(where)):
+            this = update(jobs).where(where, jobs.c.number == row.number)
+            self._database.write(this.values(state=DISCARDING, request_key=None))
+            self._delete(row.number)
 
     def delete_abandoned(self) -> None:
-        """Delete submissions and unfinished deletions of processes that died."""
+        """Delete submissions and unfinished deletions of processes that died, of all tenants."""
         touched_before = self._clock() - ABANDONED_TIMEOUT_S
         is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < touched_before)
-        where = (jobs.c.queue == self._queue) & (is_old | (jobs.c.state == DISCARDING))
-        with self._database.reading() as connection:
-            rows = connection.execute(select(jobs.c.number, jobs.c.state).where(where)).all()
-        for row in rows:
+        where = (jobs.c.queue == self._scope.queue) & (is_old | (jobs.c.state == DISCARDING))
+        for row in self._database.read(select(jobs.c.number, jobs.c.state).where(where)):
             if row.state == SUBMITTING:
                 self.delete(row.number, touched_before)
             else:
@@ -182,92 +187,9 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
     }
 
 
-def _mark_repeated(connection: Connection, job: int, first_place: int) -> None:
-    """Mark new lines whose custom_id is that of an earlier valid line as failed.
-
-    ``+ 0`` makes the database use the index of custom_ids, which has few matches, and not that of places.
-    """
-    earlier = lines.alias("earlier")
-    same = (earlier.c.job == lines.c.job) & (earlier.c.custom_id == lines.c.custom_id) & (earlier.c.place + 0 < lines.c.place)
-    new = (lines.c.job == job) & (lines.c.place >= first_place) & (lines.c.state == PENDING)
-    repeated = select(lines.c.place, lines.c.line).where(new, exists().where(same, earlier.c.text.is_not(None)))
-    for place, line in connection.execute(repeated).all():
-        problem = error_text(f"line {line}: its custom_id is that of an earlier line", BAD_LINE)
-        this = (lines.c.job == job) & (lines.c.place == place)
-        connection.execute(update(lines).where(this).values(state=FAILED, result=problem))
-
-
-def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None:
-    bad = select(lines.c.place).where(lines.c.job == job.number, lines.c.place >= first_place, lines.c.state == FAILED)
-    places = connection.execute(bad.order_by(lines.c.place)).scalars().all()
-    if places and not job.job.options.keeps_order:
-        assign_offsets(connection, job.number, places)
-    values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
-    connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
-
-
-MAX_LINES, MAX_LINE_BYTES = 1000, 2**20  # of one transaction
-SPLIT_BYTES = 2**16  # that are split at once: threads are shared, and a mebibyte of line ends takes a second
-ADD_INTERVAL_S = 10.0  # of a slow submission; well below TAKEOVER_TIMEOUT_S
-
-
-class JobIngest:
-    """Splits, validates and stores the lines of one job, in the threads of jobs."""
-
-    def __init__(
-        self, job: StoredJob, submissions: JobSubmissions, threads: JobThreadPool, limits: JobLimits, clock: Callable[[], float]
-    ) -> None:
-        self._job, self._submissions, self._threads, self._limits, self._clock = job, submissions, threads, limits, clock
-        self._splitter = LineSplitter(limits.max_line_bytes)
-        self._ready: list[InputLine] = []
-        self._ready_bytes = self._place = 0
-        self._added_at = clock()
-
-    async def run(self, pieces: AsyncIterator[bytes]) -> None:
-        """Store all lines. Raises FileTooLargeError, or JobRefusedError if there are too many lines."""
-        buffer, num_bytes = bytearray(), 0
-        async for piece in pieces:
-            num_bytes += len(piece)
-            if num_bytes > self._limits.max_bytes:
-                raise FileTooLargeError(f"the input is larger than {self._limits.max_bytes} bytes; split it")
-            buffer += piece
-            while len(buffer) >= SPLIT_BYTES:
-                part = bytes(buffer[:SPLIT_BYTES])
-                del buffer[:SPLIT_BYTES]
-                await self._threads.run(self._feed, part)
-            if self._clock() - self._added_at > ADD_INTERVAL_S:
-                await self._threads.run(self._feed_and_add, bytes(buffer))
-                buffer.clear()
-        await self._threads.run(self._finish, bytes(buffer))
-
-    def _feed(self, part: bytes) -> None:
-        for line in self._splitter.feed(part):
-            self._append_line(line)
-
-    def _feed_and_add(self, part: bytes) -> None:
-        self._feed(part)
-        self._add()
-
-    def _finish(self, part: bytes) -> None:
-        self._feed(part)
-        for line in self._splitter.finish():
-            self._append_line(line)
-        if self._ready:
-            self._add()
-
-    def _append_line(self, line: InputLine) -> None:
-        if line.number > self._limits.max_lines:
-            raise JobRefusedError(f"the input has more than {self._limits.max_lines} lines; split it")
-        if line.text is not None and not line.text.strip():
-            return
-        self._ready.append(line)
-        self._ready_bytes += len(line.text or b"")
-        if len(self._ready) == MAX_LINES or self._ready_bytes > MAX_LINE_BYTES:
-            self._add()
-
-    def _add(self) -> None:
-        """Add the lines that are ready, or record progress if there are none."""
-        endpoint, max_bytes = self._job.job.options.endpoint, self._limits.max_line_bytes
-        self._submissions.add_lines(self._job, self._place, [parse_line(line, endpoint, max_bytes) for line in self._ready])
-        self._place, self._added_at = self._place + len(self._ready), self._clock()
-        self._ready, self._ready_bytes = [], 0
+def _as_invalid(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of an invalid line; one that was valid by itself has the custom_id of an earlier line."""
+    if row["text"] is None:
+        return row
+    problem = f"line {row['line']}: its custom_id is that of an earlier line"
+    return row | {"text": None, "state": FAILED, "result": error_text(problem, BAD_LINE)}

@@ -5,7 +5,7 @@ It needs gRPC and ``tramontane.proto`` only: neither torch nor Ray.
 
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.client.types import Chunk, ModelInfo, Prompt, RetryPolicy, Score, Timings, TokenLogprob, Usage
+from tramontane.router.client.messages import Chunk, ModelInfo, Prompt, RetryPolicy, Score, Timings, TokenLogprob, Usage
 
 __all__ = [
     "AsyncClient",

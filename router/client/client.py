@@ -19,11 +19,12 @@ import grpc.aio
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConnectionLostError
+from tramontane.proto.grpc_messages import parse_job, parse_line
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
-from tramontane.proto.job_messages import parse_job, parse_line
 from tramontane.proto.jobs import Job, JobOptions, ResultLine
 from tramontane.router.client import messages
-from tramontane.router.client.types import Chunk, ModelInfo, Prompt, RetryPolicy, Score
+from tramontane.router.client.connection import check_api_key, check_target
+from tramontane.router.client.messages import Chunk, ModelInfo, Prompt, RetryPolicy, Score
 
 APPLICATION = "tramontane"  # Ray Serve's gRPC proxy needs the application's name if there are several
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)
@@ -36,12 +37,15 @@ class AsyncClient:
     """A client for asyncio; create it inside a running event loop.
 
     ``target`` is host:port. ``retry_policy`` is for ``watch_job`` and ``results``, which resume after a lost connection.
+    Raises ConfigError for a target or a key that cannot be used.
     """
 
     def __init__(
         self, target: str, api_key: str | None = None, *, retry_policy: RetryPolicy | None = None, application: str = APPLICATION
     ) -> None:
-        self._channel = self._connect(target)
+        check_target(target)
+        check_api_key(api_key)
+        self._target, self._channel = target, self._connect(target)
         self._inference, self._batch = InferenceStub(self._channel), BatchJobsStub(self._channel)
         authorization = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._metadata = (("application", application), *authorization)
@@ -98,6 +102,7 @@ class AsyncClient:
         """Submit a batch job: JSONL as bytes, a file's path, or a URL that the server reads. It is never repeated automatically.
 
         After a lost response, submit again with the same ``request_key``, a text that no other job has: it is the same job.
+        With other lines or options the key is refused.
         """
         requests = messages.submit_requests(options or JobOptions(), source, url, request_key)
         return parse_job(await self._call(self._batch.SubmitJob, requests, timeout_s))
@@ -151,13 +156,13 @@ class AsyncClient:
                 await self._sleep(self._retry_policy.pause(error, time.monotonic() - heard_at))
 
     async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:  # noqa: ANN401
-        with messages.translate_errors(timeout_s):
+        with messages.translate_errors(self._target, timeout_s):
             return await self._result(method(request, timeout=timeout_s, metadata=self._metadata))
 
     async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with messages.translate_errors(timeout_s):
+            with messages.translate_errors(self._target, timeout_s):
                 async for response in self._responses(call):
                     if response.ByteSize():  # an empty message precedes an error
                         yield response

@@ -1,28 +1,101 @@
-"""The client's messages: requests from arguments, results from responses, errors from statuses."""
+"""What the client takes and returns, and its messages: requests from arguments, results from responses, errors from statuses."""
 
 import io
 import json
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, DeadlineExceededError
-from tramontane.proto.grpc_status import error_from_status
-from tramontane.proto.job_messages import options_message
+from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError
+from tramontane.proto.grpc_messages import error_from_status, options_message
 from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
-from tramontane.router.client.types import Chunk, ModelInfo, Prompt, Score, Timings, TokenLogprob, Usage
+from tramontane.router.client.connection import connection_error
 
 M = TypeVar("M", bound=Message)
+Prompt = str | Sequence[int]
 
 PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}  # the prompt has an argument
 UPLOAD_BYTES = 2**18  # of one message
 FINISH_REASONS = {number: FinishReason[name.removeprefix("FINISH_REASON_")] for name, number in pb.FinishReason.items() if number}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its log-probability; ``top`` has the likeliest tokens there. The first token of a text has no logprob."""
+
+    token: str
+    logprob: float | None
+    top: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds that a request spent in each phase."""
+
+    ingress_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New output of one of n choices; the last chunk of a request has ``usage`` and ``timings``."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities of a prompt."""
+
+    tokens: tuple[TokenLogprob, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How a client resumes a stream after it has lost its server: every ``retry_s``, for ``total_s`` since the last message."""
+
+    total_s: float = 60.0
+    retry_s: float = 1.0
+
+    def pause(self, error: TramontaneError, silent_s: float) -> float:
+        """Return the seconds until the next attempt; raise ``error`` if it is no lost connection, or that would be too late."""
+        if not isinstance(error, ConnectionLostError) or silent_s + self.retry_s > self.total_s:
+            raise error
+        return self.retry_s
 
 
 def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
@@ -99,7 +172,8 @@ def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJob
 def parse_chunks(response: pb.GenerateResponse) -> list[Chunk]:
     """Return the chunks of a response; usage and timings belong to the last of them."""
     usage = _usage(response.usage) if response.HasField("usage") else None
-    timings = _timings(response.timings) if response.HasField("timings") else None
+    times = response.timings
+    timings = Timings(times.ingress_s, times.queue_s, times.prefill_s, times.decode_s) if response.HasField("timings") else None
     last = len(response.pieces) - 1
     return [
         Chunk(
@@ -126,13 +200,14 @@ def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
 
 
 @contextmanager
-def translate_errors(timeout_s: float | None) -> Generator[None]:
-    """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised."""
+def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
+    """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised, or that kept it from answering."""
     try:
         yield
     except grpc.RpcError as rpc_error:
         call: Any = rpc_error
-        error = error_from_status(call.code(), call.details() or "", call.trailing_metadata())
+        message = call.details() or ""
+        error = connection_error(target, message) or error_from_status(call.code(), message, call.trailing_metadata())
         if isinstance(error, DeadlineExceededError) and timeout_s is not None:
             raise DeadlineExceededError(f"the call did not end within timeout_s={timeout_s:g}") from None
         raise error from None
@@ -140,10 +215,6 @@ def translate_errors(timeout_s: float | None) -> Generator[None]:
 
 def _usage(message: pb.Usage) -> Usage:
     return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens)
-
-
-def _timings(message: pb.Timings) -> Timings:
-    return Timings(message.ingress_s, message.queue_s, message.prefill_s, message.decode_s)
 
 
 def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from tramontane.proto.errors import PipelineError, PoisonRequestError
-from tramontane.proto.log_fields import request_fields, requests_fields
 from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, RequestOutput, RequestTimings, TokenEvent
 from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
@@ -69,11 +68,6 @@ class ActiveRequest:
                 self._logprobs.skip_to(index, sequence.num_known)
             for layer in sequence.sampling.return_experts:
                 self._experts.skip_to(index, sequence.num_known - 1 if sequence.output_ids else 0, layer)
-
-    @property
-    def log_fields(self) -> dict[str, object]:
-        """Fields of a log line about this request."""
-        return request_fields(self.request_id)
 
     def add_experts(self, choices: ExpertChoices) -> None:
         """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield none for a while."""
@@ -149,8 +143,3 @@ def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str
         if part := expert_ids[max(first - start, 0) : max(end - start, 0)]:
             found[str(layer)] += part
     return dict(found)
-
-
-def requests_log_fields(requests: Mapping[int, ActiveRequest]) -> dict[str, list[str]]:
-    """Return the fields of a log line about all these requests, which are given by the ids of their sequences."""
-    return requests_fields(request.request_id for request in requests.values())

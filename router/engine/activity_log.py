@@ -45,7 +45,7 @@ class MicroBatchRecord(NamedTuple):
     stages: tuple[StageWork, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the fields of ``MicroBatchModel``."""
+        """Return the fields of ``MicroBatchActivity``."""
         return {
             "number": self.number,
             "step": self.step_id,
@@ -164,7 +164,7 @@ class Percentiles(_Model):
     p95: float
 
 
-class MicroBatchModel(_Model):
+class MicroBatchActivity(_Model):
     """A completed micro-batch.
 
     ``stages`` has for each its number, its start by its own clock (since 1970), how long it computed, and how long it took.
@@ -196,7 +196,7 @@ class PipelineActivity(_Model):
     recoveries: int
     first_token_s: Percentiles | None
     inter_token_s: Percentiles | None
-    micro_batches: list[MicroBatchModel]
+    micro_batches: list[MicroBatchActivity]
     last: int
 
 

@@ -17,10 +17,7 @@ class Recovery:
 
 
 class HealthTracker:
-    """The progress of one router, by its clock.
-
-    ``previous`` is the tracker of the router that drove the same pipeline before; its failed recoveries count on.
-    """
+    """The progress of one router, by its clock. Failed recoveries of ``previous``, on the same pipeline before, count on."""
 
     def __init__(self, clock: Callable[[], float], previous: "HealthTracker | None" = None) -> None:
         self._clock = clock
@@ -47,10 +44,7 @@ class HealthTracker:
         self._progress_at = self._clock()
 
     def record_progress(self) -> float:
-        """Record other progress, or that there is nothing to do; return the time.
-
-        It does not count after more than ``MAX_FAILED_RECOVERIES`` recoveries without a completed micro-batch.
-        """
+        """Record other progress, or that there is nothing to do; return the time. See ``MAX_FAILED_RECOVERIES``."""
         now = self._clock()
         if self._num_failed <= MAX_FAILED_RECOVERIES:
             self._progress_at = now

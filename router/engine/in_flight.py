@@ -32,10 +32,7 @@ class StepDeadline:
 
     @property
     def limit_s(self) -> float:
-        """The time that a micro-batch may take.
-
-        Of a timeout of 30 s: 30 s where none took longer than 7.5, 40 s after one of 10; 120 s for the first one of all.
-        """
+        """Time that a micro-batch may take. Timeout 30 s: 120 s for the first, then 30 s; 40 s after one that took 10 s."""
         if not self._num_done:
             return FIRST_FACTOR * self._timeout_s
         return max(self._timeout_s, SLOW_FACTOR * self._slowest_s)
@@ -62,10 +59,7 @@ class StepDeadline:
 
 
 class InFlightBatches:
-    """The micro-batches of one pipeline, oldest first.
-
-    ``on_result`` is called whenever one of them has been completed, or has failed.
-    """
+    """The micro-batches of one pipeline, oldest first. ``on_result`` is called whenever one is completed or has failed."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from collections import deque
 from itertools import pairwise
 
-from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import MicroBatch, StepResult
 
 # Samples kept between two exports. It is enough for percentiles, and exporting a sample may cost more than observing it.
 MAX_SAMPLES = 200
@@ -56,7 +56,13 @@ class PipelineStats:
         self.prefill_tokens += tokens - decodes
         self.decode_tokens += decodes
         self.micro_batch_tokens.add(tokens)
-        self._record_timings(result.timings)
+        for earlier, later in pairwise(result.timings):
+            free_at = max(earlier.ended_at, self._last_end[later.stage_id])
+            self.hops_s[later.stage_id].add(max(later.started_at - free_at, 0.0))
+        for timing in result.timings:
+            self.busy_s[timing.stage_id] += timing.busy_s
+            self.stage_tokens[timing.stage_id] += timing.num_tokens
+            self._last_end[timing.stage_id] = timing.ended_at
 
     def reset(self) -> None:
         """Record that nothing is in flight any more; the time since the last result is part of a recovery, not of work."""
@@ -65,12 +71,3 @@ class PipelineStats:
     def waiting_s(self, stage_id: int) -> float:
         """Return the part of ``active_s`` in which a stage did not work. As clocks differ, it may decrease slightly."""
         return max(self.active_s - self.busy_s[stage_id], 0.0)
-
-    def _record_timings(self, timings: tuple[StageTiming, ...]) -> None:
-        for earlier, later in pairwise(timings):
-            free_at = max(earlier.ended_at, self._last_end[later.stage_id])
-            self.hops_s[later.stage_id].add(max(later.started_at - free_at, 0.0))
-        for timing in timings:
-            self.busy_s[timing.stage_id] += timing.busy_s
-            self.stage_tokens[timing.stage_id] += timing.num_tokens
-            self._last_end[timing.stage_id] = timing.ended_at

@@ -26,14 +26,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonRequestError, QueueFullError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent
+from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent, request_fields, requests_fields
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink, requests_log_fields
+from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink
 from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.in_flight import InFlightBatches
 from tramontane.router.engine.pipeline_stats import PipelineStats
-from tramontane.router.engine.token_queue import OutputQueue
+from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
@@ -82,7 +82,7 @@ class Router:
             while True:
                 self.scheduler.restart(await self.chain.fence())
                 self.health.on_fenced()
-                logger.info("the stages accept epoch %d", self.scheduler.epoch, extra=requests_log_fields(self._requests))
+                logger.info("the stages accept epoch %d", self.scheduler.epoch, extra=self._log_fields())
                 try:
                     await self._run_steps()
                 except LeaseError:
@@ -150,8 +150,7 @@ class Router:
 
     def _handle_step_failure(self, error: PipelineError) -> None:
         """Prepare for fencing the stages again. A request that has made the pipeline fail twice is not retried."""
-        fields = requests_log_fields(self._requests)
-        logger.warning("the pipeline failed, and its requests are computed again: %s", error, extra=fields)
+        logger.warning("the pipeline failed, and its requests are computed again: %s", error, extra=self._log_fields())
         self.health.on_failure(str(error))
         self._reported_loss = None
         if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.record_failure(batch)) is not None:
@@ -159,8 +158,8 @@ class Router:
             if self._num_poison >= MAX_CONSECUTIVE_POISON:
                 raise PipelineError(f"the pipeline failed with {self._num_poison} requests in a row: {error}") from error
             request = self._requests[seq_id]
-            request_id = request.request_id or "-"
-            logger.warning("request %s has made the pipeline fail twice and is aborted", request_id, extra=request.log_fields)
+            name, fields = request.request_id or "-", request_fields(request.request_id)
+            logger.warning("request %s has made the pipeline fail twice and is aborted", name, extra=fields)
             self.abort(request)
             request.sink(PoisonRequestError(f"this request has made the pipeline fail twice and is not retried: {error}"))
         self._in_flight.cancel_all()
@@ -265,6 +264,9 @@ class Router:
         priority = sequences[0].priority
         kind = QueueFullError if self.scheduler.is_full(priority, sequences[0].owner) else OverloadedError
         raise kind(f"too much is waiting: {reason}", self._retry_after_s(priority))
+
+    def _log_fields(self) -> dict[str, list[str]]:
+        return requests_fields(request.request_id for request in self._requests.values())
 
     def _retry_after_s(self, priority: int) -> int:
         return self._queue_waits.retry_after_s(priority, self._requests.values())

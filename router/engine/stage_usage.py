@@ -1,6 +1,6 @@
 """Utilization of the stages, by the stages' own clocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -10,17 +10,13 @@ from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
 
 @dataclass(frozen=True, slots=True)
 class StageUsage:
-    """Sums over the micro-batches of one stage.
-
-    ``open_s`` is the time in which it had any micro-batch, several at once counted once. ``expert_wait_s`` is the time in which
-    a micro-batch waited for experts, summed over micro-batches.
-    """
+    """Sums over the micro-batches of one stage."""
 
     busy_s: float = 0.0
     num_tokens: int = 0
     num_batches: int = 0
-    open_s: float = 0.0
-    expert_wait_s: float = 0.0
+    open_s: float = 0.0  # in which it had any micro-batch, several at once counted once
+    expert_wait_s: float = 0.0  # in which a micro-batch waited for experts, summed over micro-batches
     last_end: float = float("-inf")
 
     @property
@@ -29,10 +25,7 @@ class StageUsage:
         return max(self.open_s - self.busy_s, 0.0)
 
     def add(self, timing: StageTiming) -> "StageUsage":
-        """Return the sums with one more micro-batch.
-
-        Steps begin and end in their order: open 0..3 and 1..4 are 3 s and then 1 s more.
-        """
+        """Return the sums with one more micro-batch. Steps end in their order: open 0..3 and 1..4 are 3 s and then 1 s more."""
         return StageUsage(
             self.busy_s + timing.busy_s,
             self.num_tokens + timing.num_tokens,
@@ -95,21 +88,6 @@ class UsageMeter:
     def tokens_per_s(self) -> float:
         """Sampled tokens per second."""
         return self.num_sampled / self.span_s if self.span_s else 0.0
-
-
-def overlap_share(timings: Iterable[StageTiming]) -> float:
-    """Return the time in which at least two stages worked, over the time in which at least one did.
-
-    Stage 0 busy 0..2, stage 1 busy 1..3: two at once during 1..2, one at least during 0..3: 1/3.
-    """
-    changes = sorted(change for t in timings for change in ((t.started_at, 1), (t.ended_at, -1)))
-    busy = overlapped = 0.0
-    working, since = 0, 0.0
-    for at, change in changes:
-        busy += (at - since) if working >= 1 else 0.0
-        overlapped += (at - since) if working >= 2 else 0.0
-        working, since = working + change, at
-    return overlapped / busy if busy else 0.0
 
 
 @dataclass(frozen=True, slots=True)

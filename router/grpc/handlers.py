@@ -17,8 +17,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tramontane.proto import inference_pb2
 from tramontane.proto.errors import RequestError
 
-SERVICES = ("Inference", "BatchJobs")
-
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
@@ -80,12 +78,10 @@ def _has_unknown(message: Message) -> bool:
     return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))
 
 
-SERVICE_NAMES = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
-
-
 async def reflection_responses(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     """Yield one reflection response per request. Raises RequestError for a malformed one."""
-    servicer = reflection.aio.ReflectionServicer([*SERVICE_NAMES, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
+    names = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
+    servicer = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
     async for response in servicer.ServerReflectionInfo(_requests(requests), None):
         yield response
 

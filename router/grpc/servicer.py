@@ -3,23 +3,21 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from functools import partial
+from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import AuthenticationError, RequestError, UnimplementedError
-from tramontane.proto.grpc_status import status_for
-from tramontane.proto.job_messages import job_message, line_message
+from tramontane.proto.grpc_messages import job_message, line_message, status_for
 from tramontane.proto.jobs import JobService
-from tramontane.proto.log_fields import request_fields
 from tramontane.proto.ports import TokenSource
-from tramontane.router.grpc.coalesce import aclosing_if_generator, coalesce
+from tramontane.proto.request import Identity, request_fields
 from tramontane.router.grpc.handlers import MalformedMessage, reflection_responses
-from tramontane.router.grpc.job_requests import parse_limit, submit, validate_offset
+from tramontane.router.grpc.jobs import coalesce, parse_limit, submit, validate_offset
 from tramontane.router.grpc.messages import (
     parse_generate,
     parse_score,
@@ -28,6 +26,7 @@ from tramontane.router.grpc.messages import (
     to_score_response,
 )
 from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 
@@ -36,14 +35,18 @@ logger = logging.getLogger(__name__)
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger
 MAX_MESSAGE_BYTES = 8 * 2**20
 
+Q = TypeVar("Q")
 R = TypeVar("R")
+Request = Any  # a message, or a stream of messages
+Context = Any  # gRPC's own, or Ray Serve's substitute
+Method = Callable[["GrpcServicer", Request, Context], R]
 
 
 class Authenticator(Protocol):
     """Checks API keys."""
 
-    def authenticate(self, authorization: str | None) -> int | None:
-        """Return the number of the API key; None unless ``authorization`` is ``Bearer`` and a known key."""
+    def authenticate(self, authorization: str | None) -> Identity | None:
+        """Return the identity of the API key; None unless ``authorization`` is ``Bearer`` and a known key."""
         ...
 
 
@@ -66,142 +69,73 @@ class NoPacing:
         """Return at once."""
 
 
+def _respond(empty: Callable[[], R]) -> Callable[[Method[Awaitable[R]]], Method[Coroutine[Any, Any, R]]]:
+    """Check a call before its method runs. Where either fails, set the status and return ``empty()``, which no client sees."""
+
+    def decorate(method: Method[Awaitable[R]]) -> Method[Coroutine[Any, Any, R]]:
+        @wraps(method)
+        async def respond(self: "GrpcServicer", request: Request, grpc_context: Context) -> R:
+            try:
+                self._check(request, grpc_context)
+                return await method(self, request, grpc_context)
+            except Exception as error:
+                self._set_status(error, grpc_context)
+                return empty()
+
+        return respond
+
+    return decorate
+
+
+def _stream(empty: Callable[[], R]) -> Callable[[Method[AsyncGenerator[R, None]]], Method[AsyncGenerator[R, None]]]:
+    """Do the same for a stream, where ``empty()`` comes before the error: Ray Serve sends a status only with a message."""
+
+    def decorate(method: Method[AsyncGenerator[R, None]]) -> Method[AsyncGenerator[R, None]]:
+        @wraps(method)
+        async def stream(self: "GrpcServicer", request: Request, grpc_context: Context) -> AsyncGenerator[R, None]:
+            try:
+                self._check(request, grpc_context)
+                async with aclosing(method(self, request, grpc_context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:
+                self._set_status(error, grpc_context)
+                yield empty()
+
+        return stream
+
+    return decorate
+
+
 class GrpcServicer:
     """Implements the methods of both services, by their names in ``inference.proto``, and reflection.
 
     Their second argument is gRPC's context, or Ray Serve's substitute, which Ray Serve passes by that name. Closing a stream
     or cancelling a call ends its work. ``allow_peer`` gets a peer as gRPC names it, such as ``ipv4:10.0.0.7:50123``.
-    ``id_of`` returns the request id of a call from its context, for the log.
+    ``id_of`` returns the request id of a call from its context, for the log. ``jobs`` returns the batch jobs of a tenant.
     """
 
     def __init__(
         self,
         model: ServedModel,
         source: TokenSource,
-        jobs: JobService | None = None,
+        jobs: Callable[[str], JobService] | None = None,
         keys: Authenticator | None = None,
         allow_peer: Callable[[str], bool] = lambda _: True,
         pace: WritePacer | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
         id_of: Callable[[Any], str] = lambda _: "",
     ) -> None:
-        self._model, self._source, self._stored_jobs = model, source, jobs
+        self._model, self._source, self._jobs_of = model, source, jobs
         self._keys, self._allow_peer, self._pace, self._max_message = keys, allow_peer, pace or NoPacing(), max_message
         self._id_of = id_of
 
     # ---- Inference
 
-    async def Generate(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
+    @_stream(pb.GenerateResponse)
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the continuation of a prompt."""
-        generate = partial(self._generate, grpc_context)
-        async with aclosing(self._stream(generate, request, grpc_context, pb.GenerateResponse())) as responses:
-            async for response in responses:
-                yield response
-
-    async def Score(self, request: Any, grpc_context: Any) -> pb.ScoreResponse:  # noqa: ANN401
-        """Return the log-probabilities of a prompt."""
-        return await self._respond(partial(self._score, grpc_context), request, grpc_context, pb.ScoreResponse())
-
-    async def Models(self, request: Any, grpc_context: Any) -> pb.ModelsResponse:  # noqa: ANN401
-        """Return the served models."""
-        return await self._respond(self._models, request, grpc_context, pb.ModelsResponse())
-
-    # ---- BatchJobs
-
-    async def SubmitJob(self, requests: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
-        """Submit a batch job."""
-        return await self._respond(self._submit_job, requests, grpc_context, pb.Job())
-
-    async def GetJob(self, request: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
-        """Return a batch job."""
-        return await self._respond(self._get_job, request, grpc_context, pb.Job())
-
-    async def ListJobs(self, request: Any, grpc_context: Any) -> pb.ListJobsResponse:  # noqa: ANN401
-        """Return the newest batch jobs."""
-        return await self._respond(self._list_jobs, request, grpc_context, pb.ListJobsResponse())
-
-    async def WatchJob(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.Job, None]:  # noqa: ANN401
-        """Stream a batch job after every change, until it has ended."""
-        async with aclosing(self._stream(self._watch_job, request, grpc_context, pb.Job())) as responses:
-            async for response in responses:
-                yield response
-
-    async def StreamResults(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.StreamResultsResponse, None]:  # noqa: ANN401
-        """Stream the results of a batch job, until it has ended."""
-        async with aclosing(self._stream(self._results, request, grpc_context, pb.StreamResultsResponse())) as responses:
-            async for response in responses:
-                yield response
-
-    async def CancelJob(self, request: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
-        """Cancel a batch job."""
-        return await self._respond(self._cancel_job, request, grpc_context, pb.Job())
-
-    # ---- reflection
-
-    async def ServerReflectionInfo(self, requests: Any, grpc_context: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
-        """Answer reflection requests."""
-        async with aclosing(self._stream(reflection_responses, requests, grpc_context, ServerReflectionResponse())) as responses:
-            async for response in responses:
-                yield response
-
-    # ---- common to all methods
-
-    async def _respond(self, method: Callable[[Any], Awaitable[R]], request: Any, context: Any, empty: R) -> R:  # noqa: ANN401
-        """Return the response of ``method``; with an error ``empty``, which no client sees."""
-        try:
-            self._check(request, context)
-            return await method(request)
-        except Exception as error:
-            status_for(error, self._id_of(context)).apply(context)
-            return empty
-
-    async def _stream(
-        self,
-        method: Callable[[Any], AsyncGenerator[R, None]],
-        request: Any,  # noqa: ANN401
-        context: Any,  # noqa: ANN401
-        empty: R,
-    ) -> AsyncGenerator[R, None]:
-        """Yield the responses of ``method``; before an error ``empty``: Ray Serve sends a status only with a message."""
-        try:
-            self._check(request, context)
-            async with aclosing(method(request)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            status_for(error, self._id_of(context)).apply(context)
-            yield empty
-
-    def _check(self, request: Any, context: Any) -> None:  # noqa: ANN401
-        if logger.isEnabledFor(logging.INFO):
-            own_id, kind = self._id_of(context), type(request).__name__
-            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=request_fields(own_id, kind=kind))
-        if not self._allow_peer(context.peer()):
-            raise AuthenticationError("this server accepts only clients on its own machine; its --host says so")
-        if self._owner(context) is None:
-            raise AuthenticationError(
-                "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
-            )
-        if isinstance(request, MalformedMessage):
-            raise RequestError(request.message)
-        size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
-        if size > self._max_message:
-            raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
-
-    def _owner(self, context: Any) -> int | None:  # noqa: ANN401
-        """Return the number of the call's API key, 0 without authentication, None for a missing or unknown key."""
-        given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
-        return 0 if self._keys is None else self._keys.authenticate(given)
-
-    # ---- implementations; all may raise TramontaneError
-
-    async def _generate(self, context: Any, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
-        arrived_at = time.monotonic()
-        parsed = parse_generate(request)
-        check_model_name(self._model, parsed.model)
-        source = RequestTokenSource(self._source, self._owner(context) or 0, request_id=self._id_of(context))
-        source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at)
+        completion, source = await self._prepare(parse_generate, request, grpc_context)
         clock = asyncio.get_running_loop().time
         self._pace.num_streams += 1
         try:
@@ -217,45 +151,107 @@ class GrpcServicer:
         finally:
             self._pace.num_streams -= 1
 
-    async def _score(self, context: Any, request: pb.ScoreRequest) -> pb.ScoreResponse:  # noqa: ANN401
-        arrived_at = time.monotonic()
-        parsed = parse_score(request)
-        check_model_name(self._model, parsed.model)
-        source = RequestTokenSource(self._source, self._owner(context) or 0, request_id=self._id_of(context))
-        source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at)
+    @_respond(pb.ScoreResponse)
+    async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> pb.ScoreResponse:
+        """Return the log-probabilities of a prompt."""
+        completion, source = await self._prepare(parse_score, request, grpc_context)
         return to_score_response(await completion.run(source))
 
-    async def _models(self, _request: pb.ModelsRequest) -> pb.ModelsResponse:
+    @_respond(pb.ModelsResponse)
+    async def Models(self, request: pb.ModelsRequest, grpc_context: Context) -> pb.ModelsResponse:
+        """Return the served models."""
         return to_models_response(self._model)
 
-    async def _submit_job(self, requests: AsyncIterator[Any]) -> pb.Job:
-        return job_message(await submit(self._jobs, requests))
+    # ---- BatchJobs
 
-    async def _get_job(self, request: pb.GetJobRequest) -> pb.Job:
-        return job_message(await self._jobs.get(request.job_id))
+    @_respond(pb.Job)
+    async def SubmitJob(self, requests: AsyncIterator[Any], grpc_context: Context) -> pb.Job:
+        """Submit a batch job."""
+        return job_message(await submit(self._jobs(grpc_context), requests))
 
-    async def _list_jobs(self, request: pb.ListJobsRequest) -> pb.ListJobsResponse:
+    @_respond(pb.Job)
+    async def GetJob(self, request: pb.GetJobRequest, grpc_context: Context) -> pb.Job:
+        """Return a batch job."""
+        return job_message(await self._jobs(grpc_context).get(request.job_id))
+
+    @_respond(pb.ListJobsResponse)
+    async def ListJobs(self, request: pb.ListJobsRequest, grpc_context: Context) -> pb.ListJobsResponse:
+        """Return the newest batch jobs."""
         after = request.after if request.HasField("after") else None
-        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs.list(parse_limit(request), after)))
+        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs(grpc_context).list(parse_limit(request), after)))
 
-    async def _watch_job(self, request: pb.WatchJobRequest) -> AsyncGenerator[pb.Job, None]:
-        changes = self._jobs.watch(request.job_id)
-        async with aclosing_if_generator(changes):
+    @_stream(pb.Job)
+    async def WatchJob(self, request: pb.WatchJobRequest, grpc_context: Context) -> AsyncGenerator[pb.Job, None]:
+        """Stream a batch job after every change, until it has ended."""
+        async with aclosing(self._jobs(grpc_context).watch(request.job_id)) as changes:
             async for job in changes:
                 yield job_message(job)
 
-    async def _results(self, request: pb.StreamResultsRequest) -> AsyncGenerator[pb.StreamResultsResponse, None]:
-        results = self._jobs.results(request.job_id, validate_offset(request.offset))
+    @_stream(pb.StreamResultsResponse)
+    async def StreamResults(
+        self, request: pb.StreamResultsRequest, grpc_context: Context
+    ) -> AsyncGenerator[pb.StreamResultsResponse, None]:
+        """Stream the results of a batch job, until it has ended."""
+        results = self._jobs(grpc_context).results(request.job_id, validate_offset(request.offset))
         async with aclosing(coalesce(results, lambda line: len(line.body), RESULT_BYTES)) as batches:
             async for lines in batches:
                 yield pb.StreamResultsResponse(lines=map(line_message, lines))
 
-    async def _cancel_job(self, request: pb.CancelJobRequest) -> pb.Job:
-        return job_message(await self._jobs.cancel(request.job_id))
+    @_respond(pb.Job)
+    async def CancelJob(self, request: pb.CancelJobRequest, grpc_context: Context) -> pb.Job:
+        """Cancel a batch job."""
+        return job_message(await self._jobs(grpc_context).cancel(request.job_id))
 
-    @property
-    def _jobs(self) -> JobService:
-        if self._stored_jobs is None:
+    # ---- reflection
+
+    @_stream(ServerReflectionResponse)
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], grpc_context: Context) -> AsyncGenerator[Any, None]:
+        """Answer reflection requests."""
+        async with aclosing(reflection_responses(requests)) as responses:
+            async for response in responses:
+                yield response
+
+    # ---- common to all methods
+
+    async def _prepare(
+        self, parse: Callable[[Q], CompletionRequest], request: Q, context: Context
+    ) -> tuple[Completion, RequestTokenSource]:
+        """Parse, bound and tokenize a request, which then runs by its token source. Raises TramontaneError."""
+        arrived_at = time.monotonic()
+        parsed = parse(request)
+        check_model_name(self._model, parsed.model)
+        source = RequestTokenSource(self._source, self._identity(context).owner, request_id=self._id_of(context))
+        source.check_capacity(parsed.num_sequences)
+        return await Completion.prepare(self._model, parsed, arrived_at), source
+
+    def _check(self, request: Request, context: Context) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            own_id, kind = self._id_of(context), type(request).__name__
+            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=request_fields(own_id, kind=kind))
+        if not self._allow_peer(context.peer()):
+            raise AuthenticationError("this server accepts only clients on its own machine; its --host says so")
+        self._identity(context)
+        if isinstance(request, MalformedMessage):
+            raise RequestError(request.message)
+        size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
+        if size > self._max_message:
+            raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
+
+    def _identity(self, context: Context) -> Identity:
+        """Return who calls. Raises AuthenticationError."""
+        given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
+        identity = Identity() if self._keys is None else self._keys.authenticate(given)
+        if identity is None:
+            raise AuthenticationError(
+                "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
+            )
+        return identity
+
+    def _set_status(self, error: Exception, context: Context) -> None:
+        status_for(error, self._id_of(context)).apply(context)
+
+    def _jobs(self, context: Context) -> JobService:
+        """Return the batch jobs that the caller may see."""
+        if self._jobs_of is None:
             raise UnimplementedError("this server does not accept batch jobs")
-        return self._stored_jobs
+        return self._jobs_of(self._identity(context).tenant)

@@ -9,7 +9,7 @@ from typing import Any
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
-from tramontane.router.openai.chat_request import ChatRequest, chat_messages
+from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, CompletionChange
 from tramontane.router.openai.completion import ChoiceBuilder, Completion, ProgressCallback, no_progress
@@ -19,8 +19,7 @@ from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall
 from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ResumeState
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
-from tramontane.router.structured.fields import Tool
-from tramontane.router.structured.grammar import build_grammar, visible_tools
+from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -113,7 +112,7 @@ class ChatCompletion:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
         tools = visible_tools(request.tools, request.tool_choice)
-        ids = await encode_chat(model, template, chat_messages(request.messages), tools)
+        ids = await encode_chat(model, template, [message.message() for message in request.messages], tools)
         max_new_tokens = model.max_model_len - len(ids)
         if max_new_tokens < 1:
             raise ParameterError(

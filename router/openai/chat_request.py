@@ -1,16 +1,14 @@
 """Chat requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_except
 from tramontane.router.openai.request_fields import SamplingFields, default_if_null
-from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
-from tramontane.router.structured.grammar import MAX_TOOLS
+from tramontane.router.structured.grammar import MAX_TOOLS, RequestModel, ResponseFormat, Tool, ToolChoice
 from tramontane.router.tokenization.chat import ChatMessage, ToolCall
 
 MAX_MESSAGES = 2048
@@ -18,11 +16,7 @@ MAX_PARTS = 128
 MAX_CALLS = 128
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TextPart(_Body):
+class TextPart(RequestModel):
     """Part of a message's content. Only texts are supported."""
 
     type: Literal["text"]
@@ -50,7 +44,7 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
 Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str | Parts)]
 
 
-class SystemMessage(_Body):
+class SystemMessage(RequestModel):
     """Instructions for the assistant."""
 
     role: Literal["system", "developer"]
@@ -62,7 +56,7 @@ class SystemMessage(_Body):
         return ChatMessage("system", self.content)
 
 
-class UserMessage(_Body):
+class UserMessage(RequestModel):
     """Message of the user."""
 
     role: Literal["user"]
@@ -74,14 +68,14 @@ class UserMessage(_Body):
         return ChatMessage("user", self.content)
 
 
-class FunctionCall(_Body):
+class FunctionCall(RequestModel):
     """Name and arguments (JSON) of a call."""
 
     name: Text
     arguments: Text
 
 
-class AssistantToolCall(_Body):
+class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
     id: Text
@@ -89,7 +83,7 @@ class AssistantToolCall(_Body):
     function: FunctionCall
 
 
-class AssistantMessage(_Body):
+class AssistantMessage(RequestModel):
     """Earlier answer of the assistant."""
 
     role: Literal["assistant"]
@@ -109,7 +103,7 @@ class AssistantMessage(_Body):
         return ChatMessage("assistant", self.content or "", calls)
 
 
-class ToolMessage(_Body):
+class ToolMessage(RequestModel):
     """Result of a tool call."""
 
     role: Literal["tool"]
@@ -176,11 +170,6 @@ class ChatRequest(SamplingFields):
     def max_new_tokens(self) -> int | None:
         """Limit of new tokens, by either name; None: as many as the context has room for."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-
-def chat_messages(messages: Sequence[SystemMessage | UserMessage | AssistantMessage | ToolMessage]) -> list[ChatMessage]:
-    """Return messages as chat templates take them."""
-    return [message.message() for message in messages]
 
 
 def parse_chat(body: bytes) -> ChatRequest:

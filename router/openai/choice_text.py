@@ -10,10 +10,7 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 class StopMatcher:
-    """Cuts a growing text at the first stop string.
-
-    Text that may be the beginning of a stop string is held back, so that no part of one is emitted.
-    """
+    """Cuts a growing text at the first stop string. Text that may begin one is held back, so that no part of one is emitted."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops

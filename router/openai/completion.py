@@ -10,7 +10,7 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput, RequestTimings, SequenceRequest
 from tramontane.router.engine.active_request import by_layer
-from tramontane.router.engine.resumable_request import remap_seq_ids
+from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChunk, CompletionChange, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
@@ -33,15 +33,12 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChoiceBuilder:
-    """How an endpoint's answers differ from another's. Defaults are those of completions.
+    """How an endpoint's answers differ from another's. Defaults are those of completions."""
 
-    ``choices``: one detokenizer per sequence. ``grammar``: constrains all choices.
-    """
-
-    choices: Sequence[ChoiceDetokenizer]
+    choices: Sequence[ChoiceDetokenizer]  # one per sequence
     logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
     merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
-    grammar: str = ""
+    grammar: str = ""  # of all choices
     id_prefix: str = "cmpl"
     object: str = "text_completion"
     chunk: type[CompletionChunk] | type[ChatChunk] = CompletionChunk
@@ -69,10 +66,7 @@ async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionCha
 
 
 class Completion:
-    """One request in progress: its sequences and their growing texts.
-
-    What ``resume_state`` has sent to the client is not sent again. ``head``: the first fields of every answer and chunk.
-    """
+    """One request in progress: its sequences and their growing texts. What ``resume_state`` has sent is not sent again."""
 
     def __init__(
         self,
@@ -85,7 +79,7 @@ class Completion:
     ) -> None:
         self._model, self._request, self._prompt_ids, self._arrived_at = model, request, prompt_ids, arrived_at
         self._builder, self._choices, self._resume_state = builder, builder.choices, resume_state
-        self.head: dict[str, Any] = {
+        self.head: dict[str, Any] = {  # of every answer and chunk
             "id": f"{builder.id_prefix}-{resume_state.id}",
             "object": builder.object,
             "created": resume_state.created,
@@ -118,13 +112,10 @@ class Completion:
         return cls(model, request, prompt_ids, arrived_at, builder, resume_state or ResumeState())
 
     def specs(self) -> list[SequenceRequest]:
-        """Return the sequences: choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5.
-
-        ``max_tokens`` is at least 1: routers always generate a token.
-        """
+        """Return the sequences: choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5."""
         request, state = self._request, self._resume_state
         sampling = replace(
-            request.to_sampling_params(max(request.max_tokens, 1)),
+            request.to_sampling_params(max(request.max_tokens, 1)),  # routers always generate a token
             return_experts=request.return_experts,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs_count,
@@ -144,10 +135,7 @@ class Completion:
         return CompletionAnswer(**self.head, choices=choices, usage=self.usage, timings=self.timings).as_json()
 
     async def collect(self, source: TokenSource, report: ProgressCallback = no_progress) -> list[dict[str, Any]]:
-        """Return the fields of all whole choices.
-
-        ``report`` is called with all changes before the last ones, from which another ingress could resume the answer.
-        """
+        """Return the fields of whole choices. ``report`` gets all changes but the last; with them another ingress can resume."""
         parts: list[list[Mapping[str, Any]]] = [[] for _ in self._choices]
         for part in self._resume_state.parts:
             parts[part["index"]].append(part)

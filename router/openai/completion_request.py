@@ -3,12 +3,12 @@
 import codecs
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
-from tramontane.router.structured.fields import ResponseFormat
+from tramontane.router.structured.grammar import RequestModel, ResponseFormat
 
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
@@ -103,10 +103,8 @@ def _all_encodable(value: Prompts) -> Prompts:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestModel):
     """``stream_options`` of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: Annotated[bool, default_if_null(False)] = False
     include_obfuscation: Annotated[bool | None, unsupported_except()] = None

@@ -3,22 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tramontane.proto.errors import (
-    DeadlineExceededError,
-    DrainingError,
-    FileTooLargeError,
-    JobRefusedError,
-    OverloadedError,
-    ParameterError,
-    PoisonRequestError,
-    RequestError,
-    TramontaneError,
-    UnknownFileError,
-    UnknownJobError,
-    UnknownModelError,
-    UnsatisfiableSchemaError,
-    UserError,
-)
+from tramontane.proto import errors
 from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
 
 
@@ -44,25 +29,26 @@ class HttpErrorSpec:
 _INVALID = HttpErrorSpec(400, "invalid_request_error")
 _NOT_FOUND = HttpErrorSpec(404, "invalid_request_error", code="not_found")
 # The first class that an error is an instance of decides.
-_SPECS: tuple[tuple[type[TramontaneError], HttpErrorSpec], ...] = (
-    (OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
-    (UnknownModelError, HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")),
-    (UnknownJobError, _NOT_FOUND),
-    (UnknownFileError, _NOT_FOUND),
-    (FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
-    (UnsatisfiableSchemaError, HttpErrorSpec(400, "invalid_request_error", code="unfollowable")),
-    (PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
-    (JobRefusedError, _INVALID),
-    (RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),
-    (UserError, _INVALID),
-    (DeadlineExceededError, HttpErrorSpec(504, "server_error", code="deadline_exceeded")),
-    (DrainingError, HttpErrorSpec(503, "server_error", code="draining")),
+_SPECS: tuple[tuple[type[errors.TramontaneError], HttpErrorSpec], ...] = (
+    (errors.QuotaExceededError, HttpErrorSpec(429, "rate_limit_error", code="quota_exceeded")),
+    (errors.OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
+    (errors.UnknownModelError, HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")),
+    (errors.UnknownJobError, _NOT_FOUND),
+    (errors.UnknownFileError, _NOT_FOUND),
+    (errors.FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
+    (errors.UnsatisfiableSchemaError, HttpErrorSpec(400, "invalid_request_error", code="unfollowable")),
+    (errors.PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
+    (errors.JobRefusedError, _INVALID),
+    (errors.RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),
+    (errors.UserError, _INVALID),
+    (errors.DeadlineExceededError, HttpErrorSpec(504, "server_error", code="deadline_exceeded")),
+    (errors.DrainingError, HttpErrorSpec(503, "server_error", code="draining")),
 )
 
 
-def http_error_for(error: TramontaneError) -> HttpErrorSpec:
+def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
     """Return how a response describes an error."""
-    if isinstance(error, ParameterError):
+    if isinstance(error, errors.ParameterError):
         return HttpErrorSpec(400, "invalid_request_error", error.parameter)
     unavailable = HttpErrorSpec(503, "server_error", code="unavailable")
     return next((spec for kind, spec in _SPECS if isinstance(error, kind)), unavailable)

@@ -16,14 +16,11 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenWithLogprobs(NamedTuple):
-    """A token of a text. ``score``: None for the first token of a prompt.
-
-    ``offset``: index of the character with which the token begins; if it continues a character, the index of that character.
-    """
+    """A token of a text."""
 
     token_id: int
-    offset: int
-    score: TokenLogprobs | None
+    offset: int  # index of the character with which the token begins, or which it continues
+    score: TokenLogprobs | None  # None for the first token of a prompt
 
 
 def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:

@@ -3,9 +3,10 @@
 import secrets
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from tramontane.proto.request import MAX_BIAS, MAX_BIASES, MAX_PENALTY, REPETITION_PENALTIES, SamplingParams
+from tramontane.router.structured.grammar import RequestModel
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -58,10 +59,10 @@ def _bias(key: str, bias: Any) -> float:  # noqa: ANN401
 Penalty = Annotated[float, default_if_null(0.0)]
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(RequestModel):
     """Base of requests that generate tokens. Bounds that depend on the model are checked in ``served_model``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol
 
 from tramontane.proto.errors import (
     DeadlineExceededError,
@@ -17,6 +16,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, RequestOutput, SequenceRequest
 from tramontane.router.engine.pipeline_stats import SampleBuffer
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 
 # Why a request was refused, by error. The first class that matches counts.
 REFUSALS = MappingProxyType(
@@ -24,15 +24,6 @@ REFUSALS = MappingProxyType(
 )
 # Errors that count as a client that left; a missed deadline is one.
 CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
-
-
-class Finishable(Protocol):
-    """A choice."""
-
-    @property
-    def finish(self) -> FinishReason | None:
-        """Why the choice finished, None before that."""
-        ...
 
 
 class RequestStats:
@@ -55,11 +46,11 @@ class RequestStats:
 
     @contextmanager
     def track(
-        self, arrived_at: float, num_prompt: int, choices: Sequence[Finishable], *, has_begun: bool
+        self, arrived_at: float, num_prompt: int, choices: Sequence[ChoiceDetokenizer], *, has_begun: bool
     ) -> Iterator["RequestRecorder"]:
         """Count one request while the context is open. ``has_begun``: another ingress has counted its beginning."""
         recorder = RequestRecorder(self, arrived_at, num_prompt, has_begun)
-        reason: FinishReason | None = FinishReason.ABORT
+        reason: FinishReason | None = FinishReason.ABORT  # of unfinished choices; None if the request was refused
         try:
             yield recorder
         except BaseException as error:
@@ -69,15 +60,11 @@ class RequestStats:
                 reason = FinishReason.ERROR
             raise
         finally:
-            self._record_end(choices, reason, arrived_at)
-
-    def _record_end(self, choices: Sequence[Finishable], reason: FinishReason | None, arrived_at: float) -> None:
-        """Count the choices by finish reason; ``reason`` is that of unfinished ones, None if the request was refused."""
-        for choice in choices:
-            if (finish := choice.finish or reason) is not None:
-                self.finished[finish] += 1
-        if all(choice.finish for choice in choices):
-            self.whole_s.add(self.clock() - arrived_at)
+            for choice in choices:
+                if (finish := choice.finish or reason) is not None:
+                    self.finished[finish] += 1
+            if all(choice.finish for choice in choices):
+                self.whole_s.add(self.clock() - arrived_at)
 
 
 class RequestRecorder:

@@ -28,21 +28,19 @@ class ChoiceState:
 class ResumeState:
     """An answer that may move to another ingress.
 
-    ``id``: without the endpoint's prefix. ``seed``: used if the client gave none. ``model``: fingerprint of the model that began
-    it. ``choices``: those of which the client has received anything, if only that they finished. An answer that is not streamed
+    ``choices`` are those of which the client has received anything, if only that they finished. An answer that is not streamed
     is buffered by the proxy: then ``choices`` is what the proxy has received, and ``parts`` all changes so far (see
-    ``Completion.stream``). ``num_lost_ingresses``: how many had the request before. ``waited_s``: time from the request's arrival
-    until the current ingress was called.
+    ``Completion.stream``).
     """
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # without the endpoint's prefix
     created: int = field(default_factory=lambda: int(time.time()))
-    seed: int = field(default_factory=lambda: secrets.randbits(63))
-    model: str = ""
+    seed: int = field(default_factory=lambda: secrets.randbits(63))  # used if the client gave none
+    model: str = ""  # fingerprint of the model that began it
     choices: dict[int, ChoiceState] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    num_lost_ingresses: int = 0
-    waited_s: float = 0.0
+    num_lost_ingresses: int = 0  # that had the request before
+    waited_s: float = 0.0  # from the request's arrival until the current ingress was called
 
     @property
     def is_resumed(self) -> bool:

@@ -1,14 +1,17 @@
 """The model that an ingress serves: its description, the token ids of prompts, and which requests it can serve."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import Model, ModelList
 from tramontane.router.tokenization.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
 # Bounds of one request. The first two are 2 MiB from the router, half of what a message may have.
@@ -19,17 +22,14 @@ MAX_TOTAL_LOGPROBS = 2**19  # of the answer, which may be kept whole: about 20 M
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids only.
-
-    ``max_sequences``: of one request. ``num_layers`` and ``experts_per_token`` are 0 for a model without experts.
-    """
+    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids only."""
 
     name: str
     tokenizer: Tokenizer | None
     max_model_len: int
-    max_sequences: int
+    max_sequences: int  # of one request
     vocab_size: int
-    num_layers: int = 0
+    num_layers: int = 0  # 0 for a model without experts, as is the next
     experts_per_token: int = 0
     counts: RequestStats = field(default_factory=RequestStats, compare=False)
 
@@ -37,13 +37,14 @@ class ServedModel:
 async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt. Raises ParameterError."""
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await offload_if_large(
+        num_characters, lambda: [_encode_text(model, each) if isinstance(each, str) else each for each in prompts]
+    )
 
-    def encode() -> list[tuple[int, ...]]:
-        return [prompt if not isinstance(prompt, str) else _encode_text(model, prompt) for prompt in prompts]
 
-    if num_characters <= OFFLOAD_CHARS:
-        return encode()
-    return await asyncio.get_running_loop().run_in_executor(None, encode)
+async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
+    """Call ``work`` here, or in a thread if it is so large that it would delay other requests."""
+    return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)
 
 
 def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
@@ -90,8 +91,16 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
         )
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-    _check_layers(request.return_experts, model.num_layers)
-    _check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
+    if request.return_experts and not model.num_layers:
+        raise ParameterError("return_experts: this model has no experts", "return_experts")
+    if wrong := [layer for layer in request.return_experts if layer >= model.num_layers]:
+        raise ParameterError(
+            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {model.num_layers - 1}", "return_experts"
+        )
+    if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
+        raise ParameterError(
+            f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {model.vocab_size}", "logit_bias"
+        )
 
 
 def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
@@ -103,44 +112,21 @@ def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Se
                 f"it may have at most {model.max_model_len - 1}",
                 "prompt",
             )
-    _validate_output_size(model, request, lengths)
-
-
-def _validate_output_size(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """Bound the size of the answer, which has up to ``max_tokens`` or fills the context."""
+    # The size of the answer, which has up to ``max_tokens`` or fills the context.
     num_prompt = request.n * sum(lengths)
     num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
-    _check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
-    if (num_top := request.prompt_logprobs_count) is not None:
-        name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
-        _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
-    if request.logprobs is not None:
-        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_TOTAL_LOGPROBS)
-
-
-def _check_layers(layers: Sequence[int], num_layers: int) -> None:
-    if layers and not num_layers:
-        raise ParameterError("return_experts: this model has no experts", "return_experts")
-    if wrong := [layer for layer in layers if layer >= num_layers]:
-        raise ParameterError(
-            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {num_layers - 1}", "return_experts"
-        )
-
-
-def _check_num_experts(num_layers: int, num_tokens: int, experts_per_token: int) -> None:
-    """Check the expert ids of ``num_layers`` requested layers and of at most ``num_tokens`` tokens."""
-    num_ids = num_tokens * num_layers * experts_per_token
-    if num_ids > MAX_EXPERT_IDS:
+    num_layers = len(request.return_experts)
+    if (num_ids := num_tokens * num_layers * model.experts_per_token) > MAX_EXPERT_IDS:
         raise ParameterError(
             f"return_experts: {num_layers} layers of up to {num_tokens} tokens are {num_ids} experts; "
             f"one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers or tokens",
             "return_experts",
         )
-
-
-def _check_logit_bias(token_ids: Sequence[int], vocab_size: int) -> None:
-    if wrong := [token_id for token_id in token_ids if token_id >= vocab_size]:
-        raise ParameterError(f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {vocab_size}", "logit_bias")
+    if (num_top := request.prompt_logprobs_count) is not None:
+        name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
+        _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
+    if request.logprobs is not None:
+        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_TOTAL_LOGPROBS)
 
 
 def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:

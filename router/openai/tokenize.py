@@ -1,18 +1,17 @@
 """``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
 
-import asyncio
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.chat_completion import encode_chat
-from tramontane.router.openai.chat_request import Messages, Tools, chat_messages
+from tramontane.router.openai.chat_request import Messages, Tools
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.responses import Detokenized, Tokens
-from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
+from tramontane.router.openai.served_model import ServedModel, offload_if_large
+from tramontane.router.structured.grammar import RequestModel
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -23,10 +22,10 @@ PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestModel):
     """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra={"oneOf": PROMPT_OR_MESSAGES})
+    model_config = ConfigDict(json_schema_extra={"oneOf": PROMPT_OR_MESSAGES})
 
     model: str | None = None
     prompt: Text | None = None
@@ -36,10 +35,8 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: Literal[True] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestModel):
     """Body of ``POST /detokenize``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
     tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
@@ -50,7 +47,7 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
     if request.messages is not None:
-        ids = await encode_chat(model, chat, chat_messages(request.messages), request.tools or ())
+        ids = await encode_chat(model, chat, [message.message() for message in request.messages], request.tools or ())
     else:
         if request.tools:
             raise ParameterError("tools are for messages", "tools")
@@ -61,7 +58,7 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
 async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     tokenizer = _require_tokenizer(model, "prompt")
     tokenizer.check_length(text, model.max_model_len)
-    return await _offload_if_large(len(text), lambda: tokenizer.encode(text))
+    return await offload_if_large(len(text), lambda: tokenizer.encode(text))
 
 
 async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:
@@ -71,18 +68,10 @@ async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokeni
         raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
     if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
         raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
-    return Detokenized(prompt=await _offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens)))
+    return Detokenized(prompt=await offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens)))
 
 
 def _require_tokenizer(model: ServedModel, parameter: str) -> Tokenizer:
     if model.tokenizer is None:
         raise ParameterError("this model has no tokenizer; it accepts and returns token ids only", parameter)
     return model.tokenizer
-
-
-Result = TypeVar("Result")
-
-
-async def _offload_if_large(size: int, work: Callable[[], Result]) -> Result:
-    """Call ``work`` here, or in a thread if it is so large that it would delay other requests."""
-    return work() if size <= OFFLOAD_CHARS else await asyncio.to_thread(work)

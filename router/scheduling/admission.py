@@ -13,18 +13,15 @@ from tramontane.router.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of one scheduler.
-
-    ``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound the waiting queue of each priority separately.
-    """
+    """Bounds of one scheduler."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    max_queued_seqs: int | None = None
-    max_queued_tokens: int | None = None
+    max_queued_seqs: int | None = None  # in the waiting queue, of each priority
+    max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
 
 
 def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: PageAllocator) -> None:
@@ -97,10 +94,7 @@ def _split_by_owner(waiting: list[Sequence], owner: int) -> tuple[list[Sequence]
 
 
 def _queue_share(bound: int | None, num_of_others: int, owner: int) -> float:
-    """Return how much of the queue an owner may fill.
-
-    Of a queue of 256 one owner may fill 128, and next to it a second one 64; without owners all 256.
-    """
+    """Return how much an owner may fill: of a queue of 256 one may fill 128, next to it a second one 64; without owners all."""
     if bound is None:
         return math.inf
     left = max(bound - num_of_others, 0)

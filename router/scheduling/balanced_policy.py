@@ -216,10 +216,8 @@ class InFlightTuner:
                 self._recently_idle = SATURATION_DECAY * self._recently_idle + gap
             self._last_end[stage] = timing.ended_at
         self._num_observed += 1
-        if self._num_observed >= ADJUST_EVERY * self._num_stages:
-            self._adjust()
-
-    def _adjust(self) -> None:
+        if self._num_observed < ADJUST_EVERY * self._num_stages:
+            return
         slowest = max(range(self._num_stages), key=self._busy.__getitem__)
         if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
             self.max_in_flight = min(self.max_in_flight + 1, self._limit)

@@ -67,10 +67,7 @@ class CostModel:
         self.version += 1
 
     def _accumulate(self) -> None:
-        """Add the recent observations to the sums.
-
-        With N new observations an old one counts decay**N times, the first new one decay**(N - 1), the last one once.
-        """
+        """Add the recent observations: of N the last counts once, the first decay**(N - 1) times, an older one decay**N times."""
         if not self._recent:
             return
         works, seconds = zip(*self._recent, strict=True)

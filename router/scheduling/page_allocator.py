@@ -115,10 +115,7 @@ class PageAllocator:
             assert all(len(s.pages[index]) <= s.reserved_pages[index] for s in holders)
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
-        """Return the pages needed to begin.
-
-        In a class with a window these are all that it can ever need; without one, those of its known tokens and one more.
-        """
+        """Return the pages needed to begin: with a window all that it can ever need, else for its known tokens and one more."""
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [
             c.pages_for(at_first if c.window is None else sequence.max_cached, self.cache.page_size) for c in self.cache.classes

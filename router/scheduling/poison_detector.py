@@ -55,10 +55,7 @@ class PoisonDetector:
 
 
 def _count_failure(sequence: Sequence, span: tuple[int, int]) -> None:
-    """Count a failure at these positions.
-
-    Positions 0..63 and then 32..95 are two failures, for a position of 32..63. 64..127 after that is a first failure again.
-    """
+    """Count a failure at these positions: 0..63 and then 32..95 are two, for one of 32..63; 64..127 is a first one again."""
     common = max(sequence.failed_at[0], span[0]), min(sequence.failed_at[1], span[1])
     again = sequence.num_known == sequence.num_known_at_failure and common[0] < common[1]
     sequence.num_failures = sequence.num_failures + 1 if again else 1

@@ -1,69 +1,89 @@
-"""The policy interface: how much of what could run goes into the next micro-batch."""
+"""The policy interface: how much of what could run goes into the next micro-batch, and how work is counted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tramontane.proto.step import StageTiming
+from tramontane.proto.step import MicroBatch, StageTiming
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """The work of a micro-batch in one stage, counted so that time is about linear in it.
-
-    ``prefill_keys`` is the number of keys that all prompt tokens together attend to, ``decode_keys`` that of all decodes.
-    """
+    """The work of a micro-batch in one stage, counted so that time is about linear in it."""
 
     prefill_tokens: int = 0
-    prefill_keys: int = 0
+    prefill_keys: int = 0  # that all prompt tokens together attend to
     decodes: int = 0
-    decode_keys: int = 0
+    decode_keys: int = 0  # that all decodes together attend to
+
+
+class WorkEstimator:
+    """Estimates the keys that tokens attend to, from the window of each kind of layer; without one, the context's length."""
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self._windows = tuple(windows)
+        self._shortest, self._longest = min(windows), max(windows)
+
+    def visible_keys(self, num_positions: int) -> int:
+        """Return the keys that the last of so many positions sees, averaged over the kinds of windows.
+
+        Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4 + 10) // 2 = 7.
+        """
+        if num_positions <= self._shortest:
+            return num_positions
+        return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
+
+    def visible_keys_gained(self, num_positions: Sequence[int]) -> int:
+        """Return the sum, over sequences of so many positions, of how many more keys the last one sees than the one before."""
+        if not num_positions or max(num_positions) <= self._shortest:
+            return len(num_positions)
+        return sum(self.visible_keys(n) - self.visible_keys(n - 1) for n in num_positions if n <= self._longest)
+
+    def work_of(self, batch: MicroBatch) -> BatchWork:
+        """Return a micro-batch's work. A prompt's token sees the positions before its chunk, and on average half of the chunk."""
+        tokens = keys = 0
+        single = [start + 1 for start in batch.decodes.starts]
+        for chunk in batch.chunks:
+            if (length := len(chunk.token_ids)) == 1:
+                single.append(chunk.start + 1)
+            else:
+                tokens += length
+                keys += length * self.visible_keys(chunk.start) + length * (length + 1) // 2
+        if single and max(single) > self._shortest:
+            single = [self.visible_keys(num_positions) for num_positions in single]
+        return BatchWork(tokens, keys, len(single), sum(single))
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """What there is to do at this moment.
-
-    ``num_decoding`` sequences are past their prompts, with ``decoding_keys`` visible keys in all; the next token of
-    ``num_ready`` of them can be submitted now (``ready_keys``: visible keys of each, in the order in which they would go). Of
-    prompts, ``pending_tokens`` are admitted and not yet submitted, the first of them after ``prefill_start`` earlier positions;
-    the first ``urgent_tokens`` of these are more urgent than another running sequence, which should yield to them.
-    ``waiting_tokens`` are not admitted. ``free_share`` of the scarcest pages is free.
-    """
+    """What there is to do at this moment."""
 
     num_in_flight: int
-    num_decoding: int
-    decoding_keys: int
-    num_ready: int
-    ready_keys: Iterable[int]
-    pending_tokens: int
-    prefill_start: int
-    waiting_tokens: int
-    free_share: float
-    urgent_tokens: int = 0
+    num_decoding: int  # sequences past their prompts
+    decoding_keys: int  # visible to these in all
+    num_ready: int  # those whose next token can be submitted now
+    ready_keys: Iterable[int]  # visible to each of those, in the order in which they would go
+    pending_tokens: int  # of prompts, admitted and not yet submitted
+    prefill_start: int  # positions before the first of these
+    waiting_tokens: int  # of sequences that are not admitted
+    free_share: float  # of the scarcest pages
+    urgent_tokens: int = 0  # the first pending ones, if they are more urgent than another running sequence, which should yield
 
 
 @dataclass(frozen=True, slots=True)
 class BatchBudget:
-    """The most decode tokens and prompt tokens that the next micro-batch may have.
-
-    ``spread`` and ``round_s`` are for the policy itself: over how many micro-batches it spreads decodes (0 if this one may have
-    prompt tokens), and how long it expects a round of them to take.
-    """
+    """The most decode tokens and prompt tokens that the next micro-batch may have. The rest is for the policy itself."""
 
     decodes: int
     prefill_tokens: int
-    spread: int = 0
-    round_s: float = 0.0
+    spread: int = 0  # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
+    round_s: float = 0.0  # expected time of a round of these micro-batches
 
 
 class Policy(Protocol):
-    """Decides the size of every micro-batch.
+    """Decides the size of every micro-batch."""
 
-    ``overlaps_chunks`` states whether a prompt's next chunk may be submitted while its last one is in flight.
-    """
-
-    overlaps_chunks: bool
+    overlaps_chunks: bool  # whether a prompt's next chunk may be submitted while its last one is in flight
 
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """Return the budget of the next micro-batch, or None if none is to be submitted before a result returns."""
@@ -73,10 +93,7 @@ class Policy(Protocol):
 
 
 class FixedInFlightPolicy:
-    """Keeps a fixed number M of micro-batches in flight and spreads decodes evenly over them.
-
-    Urgent prompts share no micro-batch with others.
-    """
+    """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share none with others."""
 
     overlaps_chunks = True
 

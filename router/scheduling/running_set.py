@@ -1,7 +1,4 @@
-"""The running set: which sequences hold a slot and pages, and which one is preempted for which.
-
-Also the load that they and the waiting sequences put on a pipeline, by which pipelines are scaled.
-"""
+"""The running set: which sequences hold a slot and pages, and which is preempted for which; and the load of a pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,10 +25,7 @@ class RunningSet:
         return len(self.by_id)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot and reserve its pages; return False if there are too few.
-
-        Each sequence that is running must keep one page to grow into.
-        """
+        """Give the sequence a slot and pages, or return False: each one that is running must keep a page to grow into."""
         if len(self.by_id) >= self._num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
             return False
         sequence.status = SequenceStatus.RUNNING
@@ -98,14 +92,10 @@ class RunningSet:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoad:
-    """The load of one pipeline.
+    """The load of one pipeline, by which pipelines are scaled."""
 
-    ``share`` is the used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait.
-    ``tokens`` counts the prompts and the outputs so far of all running and waiting sequences.
-    """
-
-    share: float
-    tokens: int
+    share: float  # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait
+    tokens: int  # prompts and outputs so far of all running and waiting sequences
 
 
 def measure_load(sequences: Collection[Sequence], allocator: PageAllocator, num_slots: int) -> PipelineLoad:

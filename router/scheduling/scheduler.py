@@ -8,15 +8,12 @@ from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
-from tramontane.router.scheduling.decode_queue import DecodeQueue
+from tramontane.router.scheduling.batch_queues import DecodeQueue, PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.poison_detector import PoisonDetector
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
-from tramontane.router.scheduling.prefill_queue import PrefillQueue, urgent_tokens
-from tramontane.router.scheduling.priority_aging import age_starved
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
-from tramontane.router.scheduling.waiting_queue import WaitingQueue
-from tramontane.router.scheduling.work_estimator import WorkEstimator
+from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
@@ -33,7 +30,7 @@ class Scheduler:
 
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
     * Where pages run out, which happens only in layers without a window, the least urgent, youngest sequence is preempted.
-    * A sequence that is passed over too often becomes as urgent as any (``priority_aging.py``).
+    * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
     """
 
     def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:

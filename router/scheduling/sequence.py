@@ -64,10 +64,7 @@ class Sequence:
         return self.max_len - 1
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the tokens at positions start..end-1 of prompt and output.
-
-        Prompt of 3, output of 2: positions 2..4 are prompt[2:5] and output[0:2].
-        """
+        """Return the tokens at positions start..end-1. Prompt of 3, output of 2: 2..4 are prompt[2:5] and output[0:2]."""
         split = len(self.prompt_ids)
         return self.prompt_ids[start:end] + tuple(self.output_ids[max(start - split, 0) : max(end - split, 0)])
 

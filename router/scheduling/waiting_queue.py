@@ -1,14 +1,18 @@
 """The waiting queue: sequences without a slot, by priority, then by fair queueing between API keys.
 
-``WaitingQueue`` holds one ``FairQueue`` per priority.
+``WaitingQueue`` holds one ``FairQueue`` per priority. ``age_starved`` prevents starvation.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from tramontane.proto.request import NUM_PRIORITIES
-from tramontane.router.scheduling.sequence import Sequence, arrival_key
+from tramontane.router.scheduling.batch_queues import PrefillQueue
+from tramontane.router.scheduling.running_set import RunningSet
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key
+
+MAX_PASSES = 64  # micro-batches that may pass a sequence over; with the last one it becomes as urgent as any
 
 
 class FairQueue:
@@ -149,3 +153,27 @@ class WaitingQueue:
     def _subtract(self, sequence: Sequence) -> None:
         self._length -= 1
         self.num_tokens -= sequence.num_known
+
+
+def age_starved(going: Iterable[Sequence], waiting: WaitingQueue, prefills: PrefillQueue, running: RunningSet) -> None:
+    """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent sequence that it passes over.
+
+    Ages are counted in micro-batches because the scheduler has no clock. Only the oldest one ages: waiting for equals makes no
+    sequence more urgent. After ``MAX_PASSES`` it is promoted and is the first of all; no sequence can take its slot, so it ends.
+    The next oldest then continues the count.
+    """
+    level = min(sequence.effective_priority for sequence in going)
+    passed = [s for s in prefills.sequences if s.effective_priority > level and s not in going]
+    if (oldest_waiting := waiting.oldest_lower_priority(level)) is not None:
+        passed.append(oldest_waiting)
+    if not passed:
+        return
+    oldest = min(passed, key=arrival_key)
+    oldest.num_skipped += 1
+    if oldest.num_skipped < MAX_PASSES:
+        return
+    if oldest.status is SequenceStatus.RUNNING:
+        running.promote(oldest)
+        prefills.sort()
+    else:
+        waiting.promote(oldest)

@@ -1,4 +1,7 @@
-"""Comparison of policies: the same requests on the same modelled pipeline."""
+"""Comparison of policies: the same requests on the same modelled pipeline, under ours and three published ones.
+
+Policies only decide the size of micro-batches; admission, pages and order of arrival are the scheduler's for all of them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +11,64 @@ import numpy as np
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import Policy
+from tramontane.router.scheduling.policy import BatchBudget, FixedInFlightPolicy, Policy, SchedulerState
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.simulation.baseline_policies import GllmPolicy, SarathiPolicy, VllmPolicy
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
 WARMUP_SHARE = 0.1  # of the time with a backlog, left out at the start: pipelines fill, and our policy learns
+
+
+class VllmPolicy(FixedInFlightPolicy):
+    """vLLM: every micro-batch may have the whole budget, decodes first. As many in flight as there are stages.
+
+    v1/core/sched/scheduler.py, v1/engine/core.py step_with_batch_queue; max_num_batched_tokens 2048.
+    """
+
+    def __init__(self, num_stages: int, max_tokens: int = 2048) -> None:
+        super().__init__(num_stages, max_tokens)
+
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """See ``Policy``."""
+        if state.num_in_flight >= self._max_in_flight:
+            return None
+        decodes = min(state.num_ready, self._max_tokens)
+        return BatchBudget(decodes, self._max_tokens - decodes)
+
+
+class SarathiPolicy(VllmPolicy):
+    """Sarathi-Serve (arXiv 2403.02310): stall-free batches of one small size; a prompt's chunks one after the other.
+
+    sarathi_scheduler.py; chunk size 512 as in its evaluation.
+    """
+
+    overlaps_chunks = False
+
+    def __init__(self, num_stages: int, max_tokens: int = 512) -> None:
+        super().__init__(num_stages, max_tokens)
+
+
+class GllmPolicy(FixedInFlightPolicy):
+    """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by waiting tokens and free pages.
+
+    Its reserve for running decodes is left out: with the caches of the simulation nothing is ever preempted.
+    """
+
+    def __init__(self, num_stages: int, iterations: int = 8, min_prefill: int = 32, max_prefill: int = 8192) -> None:
+        super().__init__(num_stages, max_prefill)
+        self._iterations, self._min_prefill = iterations, min_prefill
+        self._turn = 0
+
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """See ``Policy``."""
+        if state.num_in_flight >= self._max_in_flight:
+            return None
+        decodes = max((state.num_decoding + self._turn) // self._max_in_flight, 1)
+        self._turn = (self._turn + 1) % self._max_in_flight
+        waiting = state.pending_tokens + state.waiting_tokens
+        prefill = min(max(waiting // self._iterations, self._min_prefill), round(self._max_tokens * state.free_share))
+        return BatchBudget(min(decodes, state.num_ready), prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +82,14 @@ class PolicyEntry:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run.
-
-    ``bubble`` is the stages' idle share while requests waited for a slot, or over the whole run if none did. TTFT, ITL and
-    the time from arrival to the end are in seconds, by percentile (50, 90, 99).
-    """
+    """The figures of one run; times by percentile (50, 90, 99)."""
 
     name: str
-    bubble: float
+    bubble: float  # the stages' idle share while requests waited for a slot, or over the whole run if none did
     tokens_per_s: float
     ttft_s: tuple[float, ...]
     itl_s: tuple[float, ...]
-    e2e_s: tuple[float, ...]
+    e2e_s: tuple[float, ...]  # from arrival to the end
 
 
 def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:

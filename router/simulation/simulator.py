@@ -1,5 +1,6 @@
-"""The simulator: the real scheduler against a modelled pipeline. No model, no cluster, no clock but the simulated one."""
+"""The simulator: the real scheduler against a modelled pipeline and synthetic traffic. The only clock is the simulated one."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,33 +27,59 @@ class SimRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """Log-normal lengths, as in recorded traffic, cut to the bounds."""
+
+    mean: int
+    spread: float  # standard deviation of the logarithm
+    max_tokens: int
+    min_tokens: int = 1
+
+    def draw(self, rng: random.Random) -> int:
+        """Draw a length: mean = exp(mu + spread**2 / 2), so mu = log(mean) - spread**2 / 2."""
+        drawn = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
+        return max(self.min_tokens, min(self.max_tokens, round(drawn)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficModel:
+    """Requests of random lengths."""
+
+    num_requests: int
+    prompt: LengthDistribution
+    answer: LengthDistribution
+    rate: float | None = None  # requests per second; None: all arrive at the start
+    burst: int = 1  # requests that arrive at once
+
+    def arrivals(self, seed: int = 0) -> tuple[SimRequest, ...]:
+        """Draw Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
+        rng, now, drawn = random.Random(seed), 0.0, []
+        for number in range(self.num_requests):
+            if self.rate is not None and number % self.burst == 0:
+                now += rng.expovariate(self.rate / self.burst)
+            drawn.append(SimRequest(now, self.prompt.draw(rng), self.answer.draw(rng)))
+        return tuple(drawn)
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineModel:
-    """A model of a pipeline's times.
+    """A model of a pipeline's times."""
 
-    ``seconds`` returns the time of every stage for some work. A hop between neighbors, and from and to the router, takes
-    ``hop_s``. ``noise`` is the standard deviation of a step's time, as a share of it. With ``shares_one_core`` only one stage
-    works at a time.
-    """
-
-    seconds: Callable[[BatchWork], Sequence[float]]
-    hop_s: float
-    noise: float = 0.0
-    shares_one_core: bool = False
+    seconds: Callable[[BatchWork], Sequence[float]]  # of every stage for some work
+    hop_s: float  # between neighbors, and from and to the router
+    noise: float = 0.0  # standard deviation of a step's time, as a share of it
+    shares_one_core: bool = False  # whether only one stage works at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SimTrace:
-    """The record of one run: the token times of each request, and the stage timings of each micro-batch.
-
-    Until ``backlog_until`` there was always a request that waited for a slot. ``in_flight`` has, where it is known, the times
-    of submission and completion of each micro-batch.
-    """
+    """The record of one run."""
 
     arrivals: tuple[SimRequest, ...]
-    token_times: tuple[tuple[float, ...], ...]
-    timings: tuple[tuple[StageTiming, ...], ...]
-    backlog_until: float
-    in_flight: tuple[tuple[float, float], ...] = ()
+    token_times: tuple[tuple[float, ...], ...]  # of each request
+    timings: tuple[tuple[StageTiming, ...], ...]  # of each micro-batch
+    backlog_until: float  # until then there was always a request that waited for a slot
+    in_flight: tuple[tuple[float, float], ...] = ()  # submission and completion of each micro-batch, where they are known
 
     @property
     def span_s(self) -> float:
@@ -95,10 +122,7 @@ def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimR
 
 
 class _Run:
-    """The state of one run.
-
-    Micro-batches pass every stage in the order of submission, so all their times are known when they are submitted.
-    """
+    """State of one run. Micro-batches keep their order, so all times of one are known when it is submitted."""
 
     def __init__(self, scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], rng: random.Random) -> None:
         self._scheduler, self._model, self._rng = scheduler, model, rng
@@ -152,10 +176,7 @@ class _Run:
             self.timings.append(timings)
 
     def _pass(self, work: BatchWork) -> tuple[StageTiming, ...]:
-        """Return the timings of some work in all stages.
-
-        Two stages of 3 s, hops of 1 s, submitted at 0: the first works from 1 to 4, the second from 5 to 8.
-        """
+        """Return some work's timings. Submitted at 0, hops of 1 s, two stages of 3 s: one works from 1 to 4, one from 5 to 8."""
         timings, arrives = [], self._now + self._model.hop_s
         for stage, expected in enumerate(self._model.seconds(work)):
             busy = expected * max(1 + self._rng.gauss(0, self._model.noise), 0.1)

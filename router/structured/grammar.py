@@ -1,4 +1,4 @@
-"""Grammars (llguidance's Lark) that the last stage follows, made from OpenAI's request fields.
+"""OpenAI's fields that constrain answers, and the grammars (llguidance's Lark) of them that the last stage follows.
 
     grammar = build_grammar(request.response_format, request.tools, request.tool_choice, chat.tool_format)
     SamplingParams(..., grammar=grammar)
@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured.fields import Function, ResponseFormat, Tool, ToolChoice, ToolChoiceFunction
 from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
@@ -27,6 +28,61 @@ MAX_MULTIPLE = 10_000  # product of all different values of ``multipleOf``: comp
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
 OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 TEXT = r"TEXT: /(.|\n)+/"
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class RequestModel(BaseModel):
+    """Base of what clients send: nothing is converted, and other fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class JsonSchemaFormat(RequestModel):
+    """A named JSON schema that the answer follows."""
+
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # ignored: every answer follows its schema
+
+
+class ResponseFormat(RequestModel):
+    """``response_format`` of a request."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class Function(RequestModel):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """One of ``tools``. Without ``strict``, unsupported keywords of its schema are ignored."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(RequestModel):
+    """Name of a function."""
+
+    name: str
+
+
+class ToolChoiceFunction(RequestModel):
+    """A ``tool_choice`` that requires one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | ToolChoiceFunction
 
 
 def build_grammar(

@@ -60,17 +60,14 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Alternating questions and answers: the latest ones that leave room for an answer.
-
-    ``system`` (a system message or nothing) is never dropped; ``num_dropped`` counts the dropped messages.
-    """
+    """Alternating questions and answers: the latest ones that leave room for an answer."""
 
     prompt: ChatTemplate
     context: int  # positions
     max_tokens: int  # of an answer
-    system: tuple[ChatMessage, ...] = ()
+    system: tuple[ChatMessage, ...] = ()  # a system message or nothing; never dropped
     turns: tuple[ChatMessage, ...] = ()
-    num_dropped: int = 0
+    num_dropped: int = 0  # messages
 
     def with_question(self, question: str) -> tuple["Conversation", tuple[int, ...]]:
         """Return the conversation with a question, and its prompt. Raises RequestError if the question alone is too long."""

@@ -34,10 +34,7 @@ INTRODUCED_TOKENS = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3
 
 
 class MistralChatTemplate:
-    """Chat template in the format of the tokenizer's version.
-
-    In version 1 "[INST]" is itself text, so that a user who types it does begin an instruction.
-    """
+    """Chat template in the format of the tokenizer's version. In version 1 a user who types "[INST]" begins an instruction."""
 
     def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
         version = tokenizer.version

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from harness import random_ids, run_in_process
-from rich.console import Console
 from rich.table import Table
+from targets import conclude
 from torch.profiler import ProfilerActivity, profile
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
@@ -163,8 +163,7 @@ def main() -> None:
             if options.prompts:
                 speed = options.prompts * (PROMPT + NEW_TOKENS) / whole_run_s(bench, options.prompts)
                 table.add_row(model, str(threads), f"{options.prompts} x ({PROMPT} in, {NEW_TOKENS} out)", "", f"{speed:.0f}")
-    if not options.profile:
-        Console(width=100).print(table)
+    conclude([], *([] if options.profile else [table]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ all requests, and the tokens in flight cause the scaling; with ``--scarce`` the 
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -29,6 +28,7 @@ from ray.exceptions import RayError
 from rich.console import Console
 from rich.table import Table
 from serve_cluster import jobs_in, leftovers, router_stats, start_serve, wait_until_ready
+from targets import Target, conclude, none_of
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
@@ -154,21 +154,26 @@ async def scaling(url: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(ledger: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     columns = ("round", "to the maximum", "until all had ended", "then to one", "worst pause of a long stream")
     table = Table(*columns, title="scaling, in seconds")
-    for number, row in enumerate(ledger["rounds"], 1):
+    for number, row in enumerate(report["rounds"], 1):
         table.add_row(str(number), *map(str, row.values()))
     console.print(table)
-    console.print("pipelines: " + ", ".join(f"{number} after {at} s" for at, number in ledger["pipelines"]))
-    console.print(f"requests of pipelines at their removal: {ledger['left_with']}")
+    console.print("pipelines: " + ", ".join(f"{number} after {at} s" for at, number in report["pipelines"]))
+    console.print(f"requests of pipelines at their removal: {report['left_with']}")
     for title in ("failed", "different"):
-        console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
-    console.print(f"left behind: {ledger['left_behind'] or 'nothing'}")
+        console.print(f"{title}: {len(report[title])} of {report['requests']} requests", *report[title][:5], sep="\n  ")
+    console.print(f"left behind: {report['left_behind'] or 'nothing'}")
+
+
+def targets(report: dict[str, Any]) -> list[Target]:
+    requests = [none_of(f"{title} requests", report[title]) for title in ("failed", "different")]
+    return [*requests, none_of("resources left behind", report["left_behind"])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heavy", type=int, default=10)
@@ -184,14 +189,12 @@ def main() -> None:
         settings = SETTINGS | (BY_TOKENS if args.by_tokens else BY_SLOTS)
         serve.run(build(settings | jobs_in(folder)), name=APPLICATION, route_prefix="/")
         wait_until_ready(url)
-        ledger = asyncio.run(scaling(url, args))
+        report = asyncio.run(scaling(url, args))
         serve.delete(APPLICATION)
-        ledger |= {"settings": settings, "left_behind": leftovers()}
+        report |= {"settings": settings, "left_behind": leftovers()}
         serve.shutdown()
-    show(ledger)
-    if args.json:
-        print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left_behind"]))
+    show(report)
+    conclude(targets(report), data=report, as_json=args.json)
 
 
 if __name__ == "__main__":

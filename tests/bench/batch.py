@@ -6,7 +6,7 @@
 The first form reports how many lines per second are accepted and finished, and the memory over time, which must not grow with
 the number of lines; then it pages through the list of jobs. The second form runs ``tramontane serve`` with the demo model and
 kills the server, a stage or the Batch replica with SIGKILL at random moments while lines are unfinished. It then requires every
-line exactly once, with the text of the same job without kills.
+line exactly once, with the text of the same job without kills. Both print JSON.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import httpx
 import psutil
 from batch_server import Server
 from rich.console import Console
+from targets import Target, at_most, conclude
 
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import JobClaimStore
@@ -65,10 +66,6 @@ class Memory:
     def sample(self) -> None:
         self.samples.append(round(psutil.Process().memory_info().rss / MIB, 1))
 
-    def check(self) -> None:
-        """Assert that memory does not grow with the number of lines."""
-        assert max(self.samples[1:]) - self.samples[1] < MAX_GROWTH_MIB, self.samples
-
 
 async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     settings = JobSettings(database, f"{folder}/storage", f"bench-{time.time_ns()}")
@@ -104,8 +101,6 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     assert (num_results, num_wrong) == (num_lines, 0)
     small = [(await service.submit(_one(number), JobOptions())).job_id for number in range(SMALL_JOBS)]
     assert await _listed(service) == [*reversed(small), job.job_id]
-    for memory in (accepting, finishing, reading):
-        memory.check()
     return {
         "lines": num_lines,
         "accepted_per_s": round(num_lines / (accepted - began)),
@@ -175,6 +170,13 @@ def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path)
     }
 
 
+def memory_targets(figures: dict[str, Any]) -> list[Target]:
+    """Require that memory does not grow with the number of lines."""
+    phases = {phase: figures[f"mib_while_{phase}"] for phase in ("accepting", "finishing", "reading")}
+    growth = {phase: max(samples[1:]) - samples[1] for phase, samples in phases.items()}
+    return [at_most(f"growth of memory while {phase}", mib, MAX_GROWTH_MIB, "MiB") for phase, mib in growth.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=1_000_000)
@@ -187,9 +189,12 @@ def main() -> None:
         folder = Path(name)
         if options.kills is None:
             database = options.database or f"sqlite:///{folder}/jobs.sqlite"
-            print(json.dumps(asyncio.run(_many(options.lines, database, folder)), indent=1))
+            figures = asyncio.run(_many(options.lines, database, folder))
+            targets = memory_targets(figures)
         else:
-            print(json.dumps(_killed(options.kills, options.requests, random.Random(options.seed), folder), indent=1))
+            figures = _killed(options.kills, options.requests, random.Random(options.seed), folder)
+            targets = [at_most("lines with another text", figures["different"], 0)]
+    conclude(targets, data=figures, as_json=True)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ The demo model in float32 runs on two stages in a local cluster, with its expert
 expert actors. With ``--nodes`` each stage has its own raylet, which can be killed too; with ``--hosts`` (as root) each has its
 own host, whose link can be dropped. Every request is run once without faults first, and must return the same tokens under
 faults. A fault is injected when at least ``MIN_STREAMS`` streams are unfinished, and the next one when all of these have
-continued. One of five follows at once, during the recovery, and the pauses of the fault before it are not counted.
+continued. One of five follows at once, during the recovery, and the pauses of the fault before it are not counted. Besides
+equal tokens, some kinds of faults have targets for the pause of a stream and for the time until the router detects them.
 """
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from serve_cluster import URL, ingress_stats, leftovers, router_stats, running_application
+from targets import Target, at_least, at_most, conclude, none_of
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES, local_ray_cluster
@@ -51,6 +52,8 @@ POLL_S = 0.02
 TIMEOUT_S = 180.0  # for streams to continue after a fault; then the run has failed
 STEP_TIMEOUT_S = 2.0  # micro-batches of the demo model take milliseconds
 SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "step_timeout": STEP_TIMEOUT_S}
+MAX_PAUSE_S = {"kill the router": 6.0}
+MAX_DETECTED_AFTER_S = {"kill a stage": 0.5, "stop a stage": 1.0, "kill a raylet": 6.0}  # a stop: after the step timeout
 console = Console(stderr=True, highlight=False)
 
 
@@ -210,27 +213,31 @@ def _schedule(args: argparse.Namespace, kinds: list[str]) -> list[str]:
     return [kind for _ in range(-(-args.faults // len(kinds))) for kind in rng.sample(kinds, len(kinds))][: args.faults]
 
 
-def _show(ledger: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     table = Table("fault", "times", "running streams", "median pause", "worst", "detected after", "worst", title="chaos")
-    for kind, row in ledger["faults"].items():
+    for kind, row in report["faults"].items():
         table.add_row(kind, *map(str, row.values()))
     console.print(table)
     for title in ("failed", "different"):
-        console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
-    console.print("close calls:", *(ledger["close_calls"] or ["none"]), sep="\n  ")
-    console.print(f"unfinished streams at a fault: {ledger['least_streams']} or more")
-    console.print(f"longest request: {ledger['longest_request_s']} s")
-    console.print(f"object stores filled: {ledger['stores_filled']}")
-    console.print(f"left behind: {ledger['left'] or 'nothing'}")
-    for what in _missing(ledger):
-        console.print(f"the run does not count: {what}")
+        console.print(f"{title}: {len(report[title])} of {report['requests']} requests", *report[title][:5], sep="\n  ")
+    console.print("close calls:", *(report["close_calls"] or ["none"]), sep="\n  ")
+    console.print(f"longest request: {report['longest_request_s']} s")
+    console.print(f"left behind: {report['left'] or 'nothing'}")
 
 
-def _missing(ledger: dict[str, Any]) -> list[str]:
-    """Return which of the conditions that a valid run needs were not met."""
-    unfilled = any("object store" in kind for kind in ledger["faults"]) and not ledger["stores_filled"]
-    few = ledger["least_streams"] < MIN_STREAMS
-    return [f"a fault came with fewer than {MIN_STREAMS} unfinished streams"] * few + ["no object store was filled"] * unfilled
+def targets(report: dict[str, Any]) -> list[Target]:
+    """Return the conditions that a valid run needs, what must not happen, and the pauses."""
+    found = [at_least("unfinished streams at a fault, the fewest", report["least_streams"], MIN_STREAMS)]
+    if any("object store" in kind for kind in report["faults"]):
+        found.append(at_least("object stores filled", report["stores_filled"], 1))
+    found += [none_of(f"{title} requests", report[title]) for title in ("failed", "different")]
+    found.append(none_of("resources left behind", report["left"]))
+    for kind, row in report["faults"].items():
+        for what, column, limits in (("pause", "pause", MAX_PAUSE_S), ("detected after", "seen", MAX_DETECTED_AFTER_S)):
+            for which in ("median", "worst"):
+                if kind in limits and (figure := row[f"{which}_{column}_s"]) != "":
+                    found.append(at_most(f"{kind}: {what}, {which}", figure, limits[kind], "s"))
+    return found
 
 
 def main() -> None:
@@ -249,13 +256,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with _running_cluster(args) as cluster:
-        ledger = asyncio.run(_chaos(cluster, args))
+        report = asyncio.run(_chaos(cluster, args))
         if isinstance(cluster, HostCluster):
-            ledger["hosts"] = cluster.ledger()
-    _show(ledger)
-    if args.json:
-        print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"] or _missing(ledger)))
+            report["hosts"] = cluster.report()
+    _show(report)
+    conclude(targets(report), data=report, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@
 
 The demo model in float32: two stages, two expert actors, eight streams. For every combination of link and replicas all prompts
 run once without kills, then while one expert actor after the other is killed with SIGKILL, each when the one before serves
-again. Greedy tokens must be the same. The longest time between two tokens of any stream is reported for both.
+again. Greedy tokens must be the same, except for close calls (``close_calls``); a request that fails ends the benchmark. The
+longest time between two tokens of any stream is reported for both.
 """
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 from dataclasses import asdict, dataclass
@@ -17,13 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from close_calls import close_call
 from expert_kills import kill_under_load
 from harness import running_chain
 from local_expert_actors import expert_plan, without_experts
-from reference import CLOSE_CALL
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from targets import Target, at_most, conclude
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import DEMO_MODEL
@@ -35,7 +36,7 @@ from tramontane.proto.request import SamplingParams
 
 PROMPTS, STAGES, ACTORS = 12, 2, 2
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-PAUSE_TARGET_S = 1.0  # with a replica
+MAX_PAUSE_S = 1.0  # with a replica
 console = Console(stderr=True)
 
 
@@ -44,8 +45,9 @@ class Figures:
     link: Link
     replicas: int
     kills: int
-    requests: int  # that ran while actors were killed; a failed one would end the benchmark
-    different: int  # of these, with other tokens than without kills
+    requests: int  # that ran while actors were killed
+    different: int  # of these, with other tokens than without kills that rounding does not explain
+    close_calls: int
     longest_pause_s: float
     undisturbed_pause_s: float
 
@@ -64,9 +66,26 @@ def measure(link: Link, replicas: int, kills: int) -> Figures:
         outcome = asyncio.run(
             kill_under_load(spec, chain, prompts, kills, SAMPLING, on_kill=lambda number: progress.update(task, completed=number))
         )
-    different = sum(output != expected[prompt] for prompt, output in outcome.outputs)
+    parted = [(prompt, output) for prompt, output in outcome.outputs if output != expected[prompt]]
+    close = sum(is_close(prompt, output, expected[prompt]) for prompt, output in parted)
     pauses = outcome.longest_pause_s, baseline.longest_pause_s
-    return Figures(link, replicas, kills, len(outcome.outputs), different, *pauses)
+    return Figures(link, replicas, kills, len(outcome.outputs), len(parted) - close, close, *pauses)
+
+
+def is_close(prompt: tuple[int, ...], got: list[int], wanted: list[int]) -> bool:
+    """Return True if rounding explains the first token that differs."""
+    first = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+    return bool(close_call({"prompt": list(prompt), "temperature": 0.0, "seed": 0}, 0, first, got, wanted))
+
+
+def targets(figures: list[Figures]) -> list[Target]:
+    found = []
+    for f in figures:
+        row = f"{f.link}, replicas {f.replicas}"
+        found.append(at_most(f"requests with other tokens, {row}", f.different, 0))
+        if f.replicas > 1:
+            found.append(at_most(f"longest pause, {row}", f.longest_pause_s, MAX_PAUSE_S, "s"))
+    return found
 
 
 def main() -> None:
@@ -77,15 +96,12 @@ def main() -> None:
     links: tuple[Link, ...] = ("direct", "object-store")
     with local_ray_cluster(num_cpus=STAGES + ACTORS):
         figures = [measure(link, replicas, options.kills) for replicas in (1, 2) for link in links]
-    if options.json:
-        print(json.dumps([asdict(each) for each in figures]))
-        return
-    table = Table("link", "replicas", "kills", "requests", "failed", "different", "longest pause", "without kills")
+    table = Table("link", "replicas", "kills", "requests", "different", "close calls", "longest pause", "without kills")
     for f in figures:
         pauses = f"{f.longest_pause_s:.2f} s", f"{f.undisturbed_pause_s:.2f} s"
-        table.add_row(f.link, str(f.replicas), str(f.kills), str(f.requests), "0", str(f.different), *pauses)
-    Console(highlight=False).print(table)
-    print(f"a difference may be a close call (two best logits within {CLOSE_CALL}); target: {PAUSE_TARGET_S:g} s with a replica")
+        numbers = f.replicas, f.kills, f.requests, f.different, f.close_calls
+        table.add_row(f.link, *map(str, numbers), *pauses)
+    conclude(targets(figures), table, data={"rows": [asdict(each) for each in figures]}, as_json=options.json)
 
 
 if __name__ == "__main__":

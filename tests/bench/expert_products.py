@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from gpu_speed import copied_bytes
-from rich.console import Console
 from rich.table import Table
+from targets import conclude
 from torch import Tensor
 
 from tramontane.workers.device.probe import memory_bandwidth
@@ -49,7 +49,7 @@ def main() -> None:
             cells = _cells(plain.run, rows_CD, ends, wall_s)
             cells += _cells(stack.run_small_batch, rows_CD, ends, wall_s) if stack.has_small_batch_kernel else ["", ""]
             table.add_row(str(num_rows), f"{touched:.1f}", *cells)
-    Console(width=100).print(table)
+    conclude([], table)
 
 
 def _options() -> argparse.Namespace:

@@ -35,6 +35,7 @@ from harness import random_ids, run_prompts, scheduler_for
 from local_expert_actors import CPU, HOST, PingPongChain, expert_plan
 from rich.console import Console
 from rich.table import Table
+from targets import Target, at_least, conclude
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.hf_config import to_hf_config
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 INPUT_LEN, OUTPUT_LEN, BUDGET, ACTORS = 128, 64, 512, 2
-MIN_RATIO_ACTORS, MIN_RATIO_PING_PONG = 0.7, 1.5  # targets: two actors over the direct link; ping-pong on against off
+MIN_RATIO_ACTORS = 0.7  # of two actors over the direct link to experts in one stage with both cores
+MIN_RATIO_PING_PONG = 1.5  # of two open micro-batches, the default, to one
 OPEN = (1, 2, 3, 4)  # micro-batches; 1 is off
 ARGS = ModelArgs(
     dim=512,
@@ -210,6 +212,15 @@ def _ratio(speeds: Speeds, name: str, to: str) -> float:
     return statistics.median(a / b for a, b in zip(speeds[name], speeds[to], strict=True))
 
 
+def targets(pipelines: Speeds, delayed: Speeds, delay_ms: float) -> list[Target]:
+    to = next(iter(PIPELINES))
+    actors = _ratio(pipelines, "2 actors, direct", to)
+    return [
+        at_least(f"tokens/s of 2 actors, direct, of {to}", actors, MIN_RATIO_ACTORS, "x"),
+        at_least(f"2 micro-batches open, of one, {delay_ms:g} ms later", _ratio(delayed, "2", "1"), MIN_RATIO_PING_PONG, "x"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=64)
@@ -219,19 +230,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     pipelines, delayed = run(options.prompts, options.rounds, options.delay_ms)
-    if options.json:
-        print(json.dumps({"pipelines": pipelines, "delayed": delayed}))
-        return
     table = Table("experts", "tokens/s", *(f"of {name}" for name in list(PIPELINES)[:2]))
     for name, speeds in pipelines.items():
         ratios = (f"{_ratio(pipelines, name, to):.2f}" for to in list(PIPELINES)[:2])
         table.add_row(name, f"{statistics.median(speeds):.0f}", *ratios)
-    late = Table("micro-batches open", "new tokens/s", "of one")
+    late = Table("micro-batches open", "new tokens/s", "of one", title=f"answers {options.delay_ms:g} ms later")
     for max_open, speeds in delayed.items():
         late.add_row(max_open, f"{statistics.median(speeds):.0f}", f"{_ratio(delayed, max_open, '1'):.2f}")
-    out = Console(highlight=False)
-    out.print(table, f"target: {MIN_RATIO_ACTORS} for two actors over the direct link")
-    out.print(late, f"answers {options.delay_ms:g} ms later; target: {MIN_RATIO_PING_PONG}")
+    data = {"pipelines": pipelines, "delayed": delayed}
+    conclude(targets(pipelines, delayed, options.delay_ms), table, late, data=data, as_json=options.json)
 
 
 if __name__ == "__main__":

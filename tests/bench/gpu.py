@@ -6,7 +6,7 @@ Weights are random, generated in place at the real geometry, without a disk. One
 stages that share the GPU. A row that is not available on this machine gives the reason. ``--small --device cpu`` tries the
 program itself. If a command may only take ten minutes, run the groups one by one: checks; mistral,rolling; mixtral;
 transformers,mistral-inference; stages. Checks run first, because figures of a GPU that fails one are worthless. The exit status
-is 1 if a check fails.
+is 1 if a check fails, if a figure misses its target, or if an error ends a group.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
@@ -28,6 +30,7 @@ from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_
 from gpu_stage import UnavailableError
 from rich.console import Console
 from rich.table import Table
+from targets import COLUMNS, VERDICTS, Target, at_least, at_most, exit_status
 
 CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
     "logits": lambda size: logits_check(size.device, size.small),
@@ -49,13 +52,23 @@ FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``holds`` is None if the row has no target."""
+    """One line of the table."""
 
     name: str
     figure: str
-    wanted: str
-    holds: bool | None
     detail: str
+    target: Target | None = None
+
+    @property
+    def wanted(self) -> str:
+        return self.target.wanted if self.target else ""
+
+    @property
+    def holds(self) -> bool | None:
+        return self.target.is_met if self.target else None
+
+    def as_data(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "figure", "wanted", "holds", "detail")}
 
 
 def main() -> int:
@@ -65,16 +78,15 @@ def main() -> int:
         print("no GPU is available; --small --device cpu tries the program on a CPU", file=sys.stderr)
         return 2
     size, console = Size(options.device, options.small), Console(stderr=True)
-    rows, failed = [], False
+    rows: list[Row] = []
     for row in _rows(size, options.only):
         console.print(f"{row.name}: {row.figure} {row.detail}")
         rows.append(row)
-        failed |= row.wanted.startswith("<") and row.holds is not True
         if options.json:
             # After every row, because the run may be interrupted.
-            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+            options.json.write_text(json.dumps([r.as_data() for r in rows], indent=1))
     Console(width=180).print(_table(rows, _where(size)))
-    return 1 if failed else 0
+    return exit_status([row.target for row in rows if row.target])
 
 
 def _options() -> argparse.Namespace:
@@ -97,8 +109,8 @@ def _rows(size: Size, only: list[str]) -> Iterator[Row]:
     if not any(name in only for name in FIGURES):
         return
     wall = walls(size)
-    yield Row("copy", f"{wall.bytes_per_s / 1e12:.2f} TB/s", "", None, "bytes read and written")
-    yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "", None, "of bfloat16, 8192 x 8192 x 8192, random numbers")
+    yield Row("copy", f"{wall.bytes_per_s / 1e12:.2f} TB/s", "bytes read and written")
+    yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "of bfloat16, 8192 x 8192 x 8192, random numbers")
     for name, figures in FIGURES.items():
         if name in only:
             yield from _run_group(name, lambda figures=figures: map(_figure_row, figures(size, wall)))  # type: ignore[misc]
@@ -110,31 +122,30 @@ def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from rows()
     except UnavailableError as error:
-        yield Row(name, "not measured", "", None, str(error))
+        yield Row(name, "not measured", str(error))
     except Exception as error:
-        wanted = "< its limit" if name in CHECKS else ""
-        yield Row(
-            name, "not measured", wanted, None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        yield Row(name, "not measured", detail, at_most(name, 1, 0, "errors"))
         logging.getLogger(__name__).exception("%s failed", name)
     logging.getLogger(__name__).info("%s took %.0f s", name, time.perf_counter() - began)
 
 
 def _check_row(check: Check) -> Row:
-    return Row(check.name, f"{check.figure:.2g}", f"< {check.limit:g}", check.holds, check.detail)
+    return Row(check.name, f"{check.figure:.2g}", check.detail, Target(check.name, check.figure, "<", check.limit))
 
 
 def _figure_row(figure: Figure) -> Row:
     is_ratio = figure.of == "1"
     shown = f"{figure.share:.2f}" if is_ratio else f"{figure.share:.0%} of the {figure.of}"
-    wanted = "" if figure.target is None else f"at least {figure.target:.2f}" if is_ratio else f"at least {figure.target:.0%}"
-    return Row(figure.name, shown, wanted, figure.is_met, figure.detail)
+    unit = "" if is_ratio else "%"
+    target = None if figure.target is None else at_least(figure.name, figure.share, figure.target, unit)
+    return Row(figure.name, shown, figure.detail, target)
 
 
 def _table(rows: list[Row], title: str) -> Table:
-    table = Table("row", "figure", "wanted", "", "detail", title=title)
+    table = Table(*COLUMNS, "detail", title=title)
     for row in rows:
-        table.add_row(row.name, row.figure, row.wanted, {True: "yes", False: "NO", None: ""}[row.holds], row.detail)
+        table.add_row(row.name, row.figure, row.wanted, VERDICTS[row.holds], row.detail)
     return table
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from gpu_stage import GREEDY, MISTRAL_7B, Runner, UnavailableError, running, shrunk
+from reference import reference_attention
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel, reference_attention
+from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
-from tramontane.workers.attention.page_table import next_power_of_two
-from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable, next_power_of_two
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -166,7 +166,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
     _, index = _indexes([(position, 1) for position in POSITIONS], window, page_size, device)
     assert index is not None
     num_rows = (index.ring.num_pages + 1) * page_size
-    cached = LayerCache.zeros(num_rows, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device(device))
+    cached = LayerCache.zeros((num_rows, KV_HEADS, HEAD_DIM), torch.bfloat16, torch.device(device))
     cached.k_NGd.normal_()
     cached.v_NGd.normal_()
     q = torch.randn(len(POSITIONS), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)

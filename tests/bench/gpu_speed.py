@@ -41,10 +41,6 @@ class Figure:
     target: float | None
     detail: str
 
-    @property
-    def is_met(self) -> bool | None:
-        return None if self.target is None else self.share >= self.target
-
 
 @dataclass(frozen=True, slots=True)
 class Walls:

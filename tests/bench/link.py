@@ -10,7 +10,6 @@ micro-batch with stages + 1 of them in flight. The links alternate; figures are 
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -26,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import ray
 from ray.actor import ActorHandle
-from rich.console import Console
 from rich.table import Table
+from targets import Target, at_most, conclude
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
@@ -57,8 +56,7 @@ class SleepingStage(StageActor):
     def _load(self) -> Any:  # noqa: ANN401
         import torch
 
-        from tramontane.workers.stage.activation import Activation
-        from tramontane.workers.stage.pending_outcome import PendingOutcome
+        from tramontane.workers.stage.activation import Activation, PendingOutcome
         from tramontane.workers.stage.stage_worker import StageWorker
 
         worker = StageWorker.load(self._plan, self._settings.weights, self._settings.device)
@@ -148,6 +146,15 @@ def _median(figures: list[Figures]) -> Figures:
     return Figures(statistics.median(f.hop_ms for f in figures), statistics.median(f.interval_ms for f in figures))
 
 
+def targets(figures: dict[tuple[str, Link], Figures]) -> list[Target]:
+    found = []
+    for (size, link), f in figures.items():
+        found.append(at_most(f"hop, {size}, {link}", f.hop_ms, HOP_TARGETS_MS[link][size], "ms"))
+        if size in INTERVAL_TARGETS_MS:
+            found.append(at_most(f"interval, {size}, {link}", f.interval_ms, INTERVAL_TARGETS_MS[size], "ms"))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
@@ -155,18 +162,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = run(options.steps, options.rounds)
-    if options.json:
-        print(json.dumps([{"size": size, "link": link} | asdict(f) for (size, link), f in figures.items()]))
-        return
     table = Table(title=f"{STAGES} stages of {COMPUTE_S * 1000:.0f} ms; in ms")
-    for name in ("hidden states", "link", "hop", "target", "interval", "target"):
+    for name in ("hidden states", "link", "hop", "interval"):
         table.add_column(name, justify="right")
     for (size, link), f in figures.items():
-        interval_target = INTERVAL_TARGETS_MS.get(size, "")
-        table.add_row(
-            size, link, f"{f.hop_ms:.2f}", str(HOP_TARGETS_MS[link][size]), f"{f.interval_ms:.2f}", str(interval_target)
-        )
-    Console().print(table)
+        table.add_row(size, link, f"{f.hop_ms:.2f}", f"{f.interval_ms:.2f}")
+    rows = [{"size": size, "link": link} | asdict(f) for (size, link), f in figures.items()]
+    conclude(targets(figures), table, data={"rows": rows}, as_json=options.json)
 
 
 if __name__ == "__main__":

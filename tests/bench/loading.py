@@ -8,14 +8,15 @@ Stages on CPUs are loaded by Ray actors (see ``loading_stages``); a GPU is loade
 """
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from rich.console import Console
+from rich.table import Table
+from targets import Target, at_most, conclude
 
 
 def main() -> None:
@@ -26,40 +27,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="for each way of loading a GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.device == "cpu":
-        _stages(options)
-    else:
-        _gpu(options)
+    targets, table, data = (stages if options.device == "cpu" else gpu)(options)
+    conclude(targets, table, data=data, as_json=options.json)
 
 
-def _stages(options: argparse.Namespace) -> None:
+def stages(options: argparse.Namespace) -> tuple[list[Target], Table, dict[str, Any]]:
     import loading_stages  # imports Ray
 
     figures = loading_stages.run(options.layers, options.stages)
-    if options.json:
-        print(json.dumps({name: [asdict(f) for f in stages] for name, stages in figures.items()}))
-    else:
-        Console().print(loading_stages.table(figures))
-    if not all(f.is_within_limits for stages in figures.values() for f in stages):
-        sys.exit(
-            f"a stage reads more than {loading_stages.READ_LIMIT} times the bytes of its weights, "
-            f"or needs more memory than {loading_stages.MEMORY_LIMIT} times these bytes (or 128 MiB more)"
-        )
+    targets = []
+    for name, loaded in figures.items():
+        read = max(f.read_ratio for f in loaded)
+        memory = max(f.memory_ratio for f in loaded)
+        targets.append(at_most(f"{name}: bytes read, of those stored", read, loading_stages.READ_LIMIT, "x"))
+        targets.append(at_most(f"{name}: peak memory, of what is allowed", memory, 1.0, "x"))
+    data = {name: [asdict(f) for f in loaded] for name, loaded in figures.items()}
+    return targets, loading_stages.table(figures), data
 
 
-def _gpu(options: argparse.Namespace) -> None:
+def gpu(options: argparse.Namespace) -> tuple[list[Target], Table, dict[str, Any]]:
     import loading_gpu
     import torch
 
-    if options.device != "cpu" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         sys.exit("no GPU is available")
     figures = loading_gpu.run(options.device, options.layers, options.rounds)
-    if options.json:
-        print(json.dumps([asdict(f) for f in figures]))
-    else:
-        Console().print(loading_gpu.table(figures))
-    if not all(f.is_within_limits for f in figures):
-        sys.exit(f"staged loading needs more than {loading_gpu.EXTRA_LIMIT // 2**20} MiB of the GPU in addition to the weights")
+    extra = max(f.extra for f in figures if f.way == "staged")
+    target = at_most("GPU memory in addition to the weights, staged", extra / 2**20, loading_gpu.EXTRA_LIMIT / 2**20, "MiB")
+    return [target], loading_gpu.table(figures), {"rows": [asdict(f) for f in figures]}
 
 
 if __name__ == "__main__":

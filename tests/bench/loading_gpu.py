@@ -32,7 +32,7 @@ from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
-from tramontane.workers.weights.tensor_reader import MmapRows, ReadRows, open_reader
+from tramontane.workers.weights.tensor_reader import ReadRows, open_reader, read_mapped_rows
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 EXTRA_LIMIT = 512 * 2**20  # chunks as stored, reordered, and in float32; independent of the number of layers
@@ -58,35 +58,24 @@ class Figures:
     seconds: float
     extra: int
 
-    @property
-    def is_within_limits(self) -> bool:
-        return self.way != "staged" or self.extra <= EXTRA_LIMIT
 
-
-class LibraryRows:
-    """Rows of a tensor, read by safetensors onto a device."""
-
-    def __init__(self, device: str, path: Path, spec: TensorSpec) -> None:
-        self._device, self._path, self._spec = device, path, spec
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        heads = self._spec.interleaved_heads
-        for rows in self._spec.row_chunks:
-            with safe_open(self._path, framework="pt", device=self._device) as file:
-                piece = file.get_slice(self._spec.name)[rows.start : rows.stop]
-            self.num_read += piece.nbytes
-            yield deinterleave_rows(piece, heads) if heads else piece
+def _read_by_library(device: str, path: Path, spec: TensorSpec) -> Iterator[Tensor]:
+    """Yield rows of a tensor, read by safetensors onto a device."""
+    heads = spec.interleaved_heads
+    for rows in spec.row_chunks:
+        with safe_open(path, framework="pt", device=device) as file:
+            piece = file.get_slice(spec.name)[rows.start : rows.stop]
+        yield deinterleave_rows(piece, heads) if heads else piece
 
 
 @contextmanager
 def _mapped(_device: str) -> Iterator[ReadRows]:
-    yield MmapRows
+    yield read_mapped_rows
 
 
 @contextmanager
 def _by_library(device: str) -> Iterator[ReadRows]:
-    yield partial(LibraryRows, device)
+    yield partial(_read_by_library, device)
 
 
 WAYS: dict[str, Way] = {"mapped": _mapped, "safetensors": _by_library, "staged": open_reader}
@@ -128,9 +117,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     num_read = 0
     with way(device) as rows_of:
         for spec in specs:
-            rows = rows_of(found.files[spec.name], spec)
-            load_tensor(state, spec, rows, dtype, device, quantize)
-            num_read += rows.num_read
+            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), dtype, device, quantize)
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())

@@ -6,6 +6,7 @@ Quality: the demo model, teacher-forced over the held-out tenth of its text, and
 model in float32. The fp8 arithmetic of GPUs is computed on the CPU.
 Memory: bytes of the weights, and how many GPUs of 24 GiB published models need.
 Speed: greedy decoding in one process with one thread, in alternating rounds; medians relative to bfloat16 in the same round.
+Quality and memory have targets, speed has none.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from harness import random_ids, run_in_process
 from rich.console import Console
 from rich.table import Table
 from stage_driver import teacher_forced
+from targets import Target, at_most, conclude
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -82,6 +84,9 @@ ON_GPU = Precision("bfloat16", FP8, fp8_activations=True)
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 console = Console(width=120)
 CONTEXT, PROMPT, NEW_TOKENS = 512, 16, 64
+MAX_WEIGHT_BYTES = 0.55  # of those in bfloat16
+MAX_BITS = 1.001  # per token, of those in float32
+MAX_INT8_ERROR, MAX_FP8_ERROR = 1.5, 4.0  # of the error of bfloat16, of that of int8
 # One layer of Mistral 7B with a small vocabulary: large enough that the bytes of its weights matter.
 LAYER = replace(preset("mistral-7b-v0.1"), n_layers=1, windows=(4096,), vocab_size=1024, max_seq_len=CONTEXT)
 
@@ -146,7 +151,7 @@ def held_out(path: Path, num_parts: int) -> tuple[list[tuple[int, ...]], float]:
     return pieces[:: max(len(pieces) // num_parts, 1)], len(rest.encode()) / len(ids)
 
 
-def show_quality(path: Path, num_parts: int, small: Path) -> None:
+def show_quality(path: Path, num_parts: int, small: Path) -> Iterator[Target]:
     table = Table("model", "weights", "bits/byte", "logits off by", "at most", "same best token", "texts part after")
     small_args = read_model_args(small)
     random = [tuple(random_ids(CONTEXT, seed, small_args.vocab_size)) for seed in range(4)]
@@ -156,9 +161,21 @@ def show_quality(path: Path, num_parts: int, small: Path) -> None:
     else:
         print(f"{path} does not exist (see --text): the demo model's quality is not measured")
     for name, folder, texts, bytes_per_token in models:
-        for precision, found in quality(folder, texts).items():
-            table.add_row(name, str(precision), *found.cells(bytes_per_token))
+        found = quality(folder, texts)
+        for precision, figures in found.items():
+            table.add_row(name, str(precision), *figures.cells(bytes_per_token))
+        yield from quality_targets(name, found)
     console.print(table)
+
+
+def quality_targets(name: str, found: dict[Precision, Quality]) -> Iterator[Target]:
+    """Compare int8 with rounding to bfloat16, fp8 with int8, and both with float32 by bits per token."""
+    int8, fp8, half = (found[each].relative_error for each in (Precision("float32", INT8), Precision("float32", FP8), HALF))
+    yield at_most(f"{name}, int8: logits off by, of bfloat16", int8 / half, MAX_INT8_ERROR, "x")
+    yield at_most(f"{name}, fp8: logits off by, of int8", fp8 / int8, MAX_FP8_ERROR, "x")
+    for quantize in (INT8, FP8):
+        bits = found[Precision("float32", quantize)].bits_per_token / found[EXACT].bits_per_token
+        yield at_most(f"{name}, {quantize}: bits, of float32", bits, MAX_BITS, "x")
 
 
 # ---- memory
@@ -175,14 +192,18 @@ def fewest_gpus(args: ModelArgs, precision: Precision) -> PipelinePlan:
     raise AssertionError("a layer does not fit on a GPU")
 
 
-def show_memory() -> None:
+def show_memory() -> Iterator[Target]:
     table = Table("model", "weights", "GiB of weights", "GPUs of 24 GiB")
     models = {"demo": read_model_args(DEMO_MODEL)} | {name: preset(name) for name in ("mistral-7b-v0.1", "mixtral-8x7b")}
     for name, args in models.items():
+        gib = {}
         for precision in (HALF, Precision("bfloat16", INT8), Precision("bfloat16", FP8)):
             plan = fewest_gpus(args, precision)
-            gib = sum(stage.weight_bytes for stage in plan.stages) / GIB
-            table.add_row(name, str(precision), f"{gib:.4g}", str(len(plan.stages)))
+            gib[precision] = sum(stage.weight_bytes for stage in plan.stages) / GIB
+            table.add_row(name, str(precision), f"{gib[precision]:.4g}", str(len(plan.stages)))
+            if precision != HALF:
+                ratio = gib[precision] / gib[HALF]
+                yield at_most(f"{name}, {precision.quantize}: bytes of weights, of bfloat16", ratio, MAX_WEIGHT_BYTES, "x")
     console.print(table)
 
 
@@ -236,10 +257,10 @@ def main() -> None:
         small, layer = Path(folder, "small"), Path(folder, "layer")
         write_random_checkpoint(small, tiny_variant(PRESETS["mixtral-8x7b"]), Layout.HUGGING_FACE)
         write_random_checkpoint(layer, LAYER, Layout.HUGGING_FACE)
-        show_memory()
-        show_quality(options.text, options.parts, small)
+        targets = [*show_memory(), *show_quality(options.text, options.parts, small)]
         if options.rounds:
             show_speed({"demo": (DEMO_MODEL, NEW_TOKENS), "a layer of Mistral 7B": (layer, 8)}, options.rounds)
+    conclude(targets)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ change of settings of the stages (new ones are loaded). With ``--scarce`` the cl
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -26,6 +25,7 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 from serve_cluster import deploy, is_rollout_complete, jobs_in, router_stats, start_serve, wait_until_ready
+from targets import Target, conclude, none_of
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
@@ -102,14 +102,18 @@ async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace)
     }
 
 
-def _show(ledger: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     columns = ("changed", "seconds", "running streams", "median pause", "worst", "worst first token", "bytes read")
     table = Table(*columns, title="rolling updates")
-    for row in ledger["deployments"]:
+    for row in report["deployments"]:
         table.add_row(*map(str, row.values()))
     console.print(table)
     for title in ("failed", "different"):
-        console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
+        console.print(f"{title}: {len(report[title])} of {report['requests']} requests", *report[title][:5], sep="\n  ")
+
+
+def targets(report: dict[str, Any]) -> list[Target]:
+    return [none_of(f"{title} requests", report[title]) for title in ("failed", "different")]
 
 
 def main() -> None:
@@ -127,12 +131,10 @@ def main() -> None:
         settings = SETTINGS | jobs_in(folder)
         deploy(settings)
         wait_until_ready(url)
-        ledger = asyncio.run(_rolling(url, settings, args))
+        report = asyncio.run(_rolling(url, settings, args))
         serve.shutdown()
-    _show(ledger)
-    if args.json:
-        print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"]))
+    _show(report)
+    conclude(targets(report), data=report, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ activity log, with one request per sequence.
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections import deque
+from pathlib import Path
 
-from rich.console import Console
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from rich.table import Table
+from targets import conclude
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
@@ -85,14 +88,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = {stages: measure(stages, options.sequences, options.steps) for stages in STAGES}
-    if options.json:
-        print(json.dumps([{"stages": k, "step_s": s, "noting_s": noting, "decodes": n} for k, (s, noting, n) in figures.items()]))
-        return
     columns = ("stages", "decodes in a micro-batch", "us per step", "us to log it")
     table = Table(*columns, title=f"{options.sequences} sequences decode")
     for stages, (seconds, logging_s, decodes) in figures.items():
         table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}", f"{logging_s * 1e6:.0f}")
-    Console().print(table)
+    rows = [{"stages": k, "step_s": s, "noting_s": logging, "decodes": n} for k, (s, logging, n) in figures.items()]
+    conclude([], table, data={"rows": rows}, as_json=options.json)
 
 
 if __name__ == "__main__":

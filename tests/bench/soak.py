@@ -18,7 +18,6 @@ per hour is not detected in half an hour; the table has the figures.
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -36,6 +35,7 @@ from rich.table import Table
 from serve_cluster import running_application
 from soak_load import MAX_BODY, SoakLoad, requests
 from soak_watch import Sample, is_idle, list_leaks, quietest, slope_per_hour, take_sample
+from targets import Target, conclude, none_of
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
@@ -107,10 +107,10 @@ async def _soak(args: argparse.Namespace) -> dict[str, Any]:
             busy.append(await _run_load(load, rngs, share * seconds, progress))
             idle.append(await _take_idle_sample())
             console.print(f"idle: {idle[-1].held}", soft_wrap=True)
-    return _ledger(load, idle, busy, time.monotonic() - began)
+    return _report(load, idle, busy, time.monotonic() - began)
 
 
-def _ledger(load: SoakLoad, idle: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
+def _report(load: SoakLoad, idle: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
     return {
         "seconds": round(seconds),
         "acts": load.outcomes.total() + len(load.failed),
@@ -136,22 +136,27 @@ def _process(pid: int, idle: list[Sample], busy: list[list[Sample]]) -> dict[str
     }
 
 
-def _show(ledger: dict[str, Any]) -> None:
-    actions = Table("action", "outcome", "times", title=f"{ledger['acts']} actions in {ledger['seconds']} s")
-    for name, count in ledger["outcomes"].items():
+def _show(report: dict[str, Any]) -> None:
+    actions = Table("action", "outcome", "times", title=f"{report['acts']} actions in {report['seconds']} s")
+    for name, count in report["outcomes"].items():
         actions.add_row(*name.split(": ", 1), str(count))
     console.print(actions)
     columns = ("process", "MiB when idle", "MiB/h when busy", "descriptors", "threads")
     processes = Table(*columns, title="after a tenth of the time, half way, at the end")
-    for row in sorted(ledger["processes"], key=lambda row: str(row["process"])):
+    for row in sorted(report["processes"], key=lambda row: str(row["process"])):
         cells = [", ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row.values()]
         processes.add_row(*cells[: len(columns)])
     console.print(processes)
     for title in ("failed", "different", "close_calls"):
-        console.print(f"{title}: {len(ledger[title])}", *(f"  {text}" for text in ledger[title][:10]), sep="\n", markup=False)
-    kinds = Counter(text.split(":")[0] for text in ledger["failed"])
+        console.print(f"{title}: {len(report[title])}", *(f"  {text}" for text in report[title][:10]), sep="\n", markup=False)
+    kinds = Counter(text.split(":")[0] for text in report["failed"])
     console.print(f"by kind: {dict(kinds)}" if kinds else "", markup=False)
-    console.print("not released:", *(ledger["not_back"] or ["nothing"]), sep="\n  ", markup=False)
+    console.print("not released:", *(report["not_back"] or ["nothing"]), sep="\n  ", markup=False)
+
+
+def targets(report: dict[str, Any]) -> list[Target]:
+    names = {"failed": "failed actions", "different": "different answers", "not_back": "resources that were not released"}
+    return [none_of(name, report[key]) for key, name in names.items()]
 
 
 def main() -> None:
@@ -163,11 +168,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with local_ray_cluster(num_cpus=8), running_application(port=args.port, grpc_port=args.port + 1, **SETTINGS):
-        ledger = asyncio.run(_soak(args))
-    _show(ledger)
-    if args.json:
-        print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["not_back"]))
+        report = asyncio.run(_soak(args))
+    _show(report)
+    conclude(targets(report), data=report, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
     for layer in range(args.n_layers):
         before = hidden
-        hidden = model.layer(layer, hidden, rotary, attend)
+        attended, normalized = model.block(layer)(hidden, rotary, attend)
+        hidden = attended + model.feed_forward(layer, normalized)
         if dropout:
             hidden = before + F.dropout(hidden - before, dropout)
     return model.head(hidden)
@@ -172,7 +173,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
 
 
-def initialise(model: StageModel, args: ModelArgs) -> None:
+def initialize(model: StageModel, args: ModelArgs) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             deep = name.endswith(("wo.weight", "w2.weight"))
@@ -247,7 +248,7 @@ def main() -> None:
     args = from_hf_config(CONFIG)
     ids, held_out_ids = tokenizer.encode(kept), tokenizer.encode(held_out)
     model = StageModel(args, range(args.n_layers))
-    initialise(model, args)
+    initialize(model, args)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{parameters:,} parameters; {len(ids):,} tokens to train on, {len(held_out_ids):,} held out")
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The stubs that are checked in are those of ``inference.proto``, and the package asks for libraries new enough for them."""
+"""The stubs that are checked in are those of ``inference.proto``, and the package requires libraries new enough for them."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ def test_the_stubs_are_those_of_the_proto_file() -> None:
         assert (PROTO / name).read_text(encoding="utf-8") == text, f"{name} differs; run make proto"
 
 
-def test_the_package_asks_for_what_the_stubs_ask_for() -> None:
+def test_the_package_requires_what_the_stubs_require() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     least = {match[1]: _version(match[2]) for line in listed if (match := re.match(r"([\w-]+)>=([\d.]+)", line))}
     stub = (PROTO / "inference_pb2.py").read_text(encoding="utf-8")

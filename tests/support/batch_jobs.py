@@ -55,8 +55,14 @@ class BatchHarness:
     clock: Clock = field(default_factory=Clock)
     opened: list[Callable[[], None]] = field(default_factory=list)  # functions that close what was opened
 
-    def service(self, queue: str = "tiny", keep_s: float | None = None, **more: Any) -> BatchService:  # noqa: ANN401
-        settings = JobSettings(self.database, self.storage, queue, limits=replace(LIMITS, keep_s=keep_s), **more)
+    def service(
+        self,
+        queue: str = "tiny",
+        keep_s: float | None = None,
+        limits: JobLimits | None = None,
+        **more: Any,  # noqa: ANN401
+    ) -> BatchService:
+        settings = JobSettings(self.database, self.storage, queue, limits=replace(limits or LIMITS, keep_s=keep_s), **more)
         service = BatchService(settings, self.clock, POLL_S)
         self.opened.append(service.close)
         return service
@@ -102,6 +108,6 @@ async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_until_killed(database: str, storage: str, now: float) -> None:
-    place = BatchHarness(database, storage)
-    place.clock.now = now
-    asyncio.run(place.runner(_slow_echo).run())
+    harness = BatchHarness(database, storage)
+    harness.clock.now = now
+    asyncio.run(harness.runner(_slow_echo).run())

@@ -49,7 +49,7 @@ class HostCluster:
     def faults(self, rng: random.Random) -> "HostFaults":
         return HostFaults(rng, self)
 
-    def ledger(self) -> dict[str, dict[str, list[float]]]:
+    def report(self) -> dict[str, dict[str, list[float]]]:
         """Seconds by kind: until Ray declared the node dead, and until a log of the application first mentions the loss."""
         columns = {"ray_saw_s": self.declared_s, "we_noted_s": self._logged_s()}
         return {

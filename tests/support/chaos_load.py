@@ -57,14 +57,14 @@ class Load:
     async def run(self, num_clients: int) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=CLIENT_TIMEOUT_S, limits=limits) as client:
-            await asyncio.gather(*(self._ask_in_turn(client, number, num_clients) for number in range(num_clients)))
+            await asyncio.gather(*(self._request_in_turn(client, number, num_clients) for number in range(num_clients)))
 
     def watch(self) -> None:
         """Start to measure the pauses of the running streams."""
         self.pauses = dict.fromkeys(self.last_piece_at, 0.0)
         self.waits = []
 
-    async def _ask_in_turn(self, client: httpx.AsyncClient, number: int, step: int) -> None:
+    async def _request_in_turn(self, client: httpx.AsyncClient, number: int, step: int) -> None:
         while not self.is_over:
             request = number % len(self.requests)
             number += step + 1  # each request runs next to different ones each time

@@ -48,8 +48,8 @@ def _close_draw(scaled_V: Tensor, draw: float, tokens: set[int]) -> str:
     ends = shares.cumsum(-1)
     nearest = int((ends - draw).abs().argmin())
     distance = abs(float(ends[nearest]) - draw)
-    neighbours = set(ranked[nearest : nearest + 2].tolist())
-    is_close = distance < CLOSE_DRAW and neighbours == tokens
+    neighbors = set(ranked[nearest : nearest + 2].tolist())
+    is_close = distance < CLOSE_DRAW and neighbors == tokens
     return f"its random number is {distance:.1e} from the other token's share" if is_close else ""
 
 

@@ -71,7 +71,7 @@ class Client:
     async def send(self, message: Message) -> None:
         self.messages.append(message)
 
-    async def ask(self, app: ASGIApp, path: str, **headers: str) -> None:
+    async def send_to(self, app: ASGIApp, path: str, **headers: str) -> None:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": "POST", "path": path, "headers": encoded, "query_string": b"", "root_path": ""}
         await app(scope, self.receive, self.send)
@@ -101,7 +101,7 @@ class Client:
 
 async def post_json(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
     client = Client(json.dumps(body).encode())
-    await client.ask(app, path, **headers)
+    await client.send_to(app, path, **headers)
     return client
 
 

@@ -15,12 +15,12 @@ class FakeActivity:
     def __init__(self, pipelines: dict[str, int]) -> None:
         self.pipelines = pipelines
         self.recoveries = 0
-        self.asked = 0
+        self.requested = 0
         self.begins_at = time.time() - SHOWN_S
 
-    async def ask(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def report(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
         """Return what ``ActivityEndpoint`` expects from routers."""
-        self.asked += 1
+        self.requested += 1
         now = time.time()
         return [self._pipeline(name, after.get(name, -1), now) for name in self.pipelines]
 

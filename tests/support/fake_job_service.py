@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tramontane.proto.errors import RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Identity, RequestOutput, SequenceRequest
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.served_model import ServedModel
 
@@ -24,7 +24,7 @@ class FakeJobService:
         self.jobs: dict[str, Job] = {}
         self.uploads: list[bytes] = []
         self.lines: list[ResultLine] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.num_open = 0
         self.breaking: asyncio.Event | None = None
 
@@ -63,7 +63,7 @@ class FakeJobService:
 
     async def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
         await self.get(job_id)
-        self.asked.append(offset)
+        self.requested.append(offset)
         self.num_open += 1
         try:
             for line in self.lines[offset:]:
@@ -80,8 +80,8 @@ class FakeJobService:
 
 
 class OneKey:
-    def authenticate(self, authorization: str | None) -> int | None:
-        return 0 if authorization == "Bearer right" else None
+    def authenticate(self, authorization: str | None) -> Identity | None:
+        return Identity() if authorization == "Bearer right" else None
 
 
 class NoTokens:
@@ -100,4 +100,4 @@ class JobsServicer(GrpcServicer):
     def __init__(self) -> None:
         jobs = FakeJobService()
         jobs.lines = some_lines(2500)
-        super().__init__(ServedModel("none", None, 1, 1, 1), NoTokens(), jobs, OneKey())
+        super().__init__(ServedModel("none", None, 1, 1, 1), NoTokens(), lambda _tenant: jobs, OneKey())

@@ -10,7 +10,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
+from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
 
 
 class HostMemory:

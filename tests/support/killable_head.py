@@ -16,12 +16,12 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from serve_cluster import free_port
 
-from tramontane.cluster.common.node_labels import HEAD_GROUP
+from tramontane.cluster.common.ray_api import HEAD_GROUP
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 STORE_BYTES = 80 * 2**20
 SETTINGS = {f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()} | SERVE_SETTINGS
-PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # how long processes wait for a lost head node
+LONG_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # how long processes wait for a lost head node
 
 
 class KillableHead:
@@ -38,7 +38,7 @@ class KillableHead:
             head = {"RAY_REDIS_ADDRESS": self._redis, "RAY_NODE_TYPE_NAME": HEAD_GROUP} if name == "head" else {}
             command = [sys.executable, __file__, self.folder(name), self.address, name]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.processes[name] = subprocess.Popen(command, env=os.environ | SETTINGS | PATIENT | head, **pipes)
+            self.processes[name] = subprocess.Popen(command, env=os.environ | SETTINGS | LONG_RECONNECT | head, **pipes)
         for name in names:
             stdout = self.processes[name].stdout
             assert stdout is not None

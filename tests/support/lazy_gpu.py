@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
+from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
 
 
 @dataclass(eq=False)
@@ -39,13 +39,13 @@ class LazyEvent:
     handle: bytes
     gpu: "LazyGpu"
     stream: "Stream"  # of the process that records
-    num_asked: int = 0
+    num_requests: int = 0
     num_done: int = 0
     is_closed: bool = False
 
     def record(self) -> None:
-        self.num_asked += 1
-        self.stream.begin(self._done(self.num_asked))
+        self.num_requests += 1
+        self.stream.begin(self._done(self.num_requests))
 
     def _done(self, number: int) -> Callable[[], bool]:
         def done() -> bool:
@@ -79,7 +79,7 @@ class OpenedEvent:
 
     def wait(self) -> None:
         assert not self.event.is_closed
-        number = self.event.num_asked
+        number = self.event.num_requests
         self.stream.begin(lambda: self.event.num_done >= number)
 
     def close(self) -> None: ...
@@ -119,7 +119,7 @@ class LazyGpu:
     def is_done(self, event: LazyEvent) -> bool:
         """Return True if the event was reached; waits while another thread removes a finished operation from its stream."""
         with self._turn:
-            return event.num_done >= event.num_asked
+            return event.num_done >= event.num_requests
 
     def run_one_operation(self) -> None:
         """Run one operation of a random process, unless it still has to wait."""

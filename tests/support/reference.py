@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.attention.backend import causal_window_mask
 
 CLOSE_CALL = 1e-4  # two best logits closer than this may swap their order with the shape of a batch
 
@@ -123,3 +124,16 @@ def assert_same_tokens(name: str, got: list[int], expected: Expected) -> None:
             close_calls.append(text)
             return
     assert len(got) == len(expected.token_ids)
+
+
+def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int | None) -> Tensor:
+    """Compute masked softmax(q k / sqrt(d)) v of one sequence, its last T positions against all S, [T, H, d].
+
+    The definition that tests compare kernels with.
+    """
+    groups = q_THd.shape[1] // k_SGd.shape[1]
+    k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
+    scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
+    mask = causal_window_mask(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
+    weights_HTS = scores_HTS.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights_HTS, v_SHd.float()).to(q_THd.dtype)

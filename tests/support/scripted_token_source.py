@@ -38,14 +38,14 @@ class ScriptedSource:
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
-        self.asked: list[Sequence[SequenceRequest]] = []
+        self.requested: list[Sequence[SequenceRequest]] = []
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         if isinstance(self.failure, OverloadedError) and self.is_known_full:
             raise self.failure
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        self.asked.append(specs)
+        self.requested.append(specs)
         ends = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
         for step in range(max(ends)):
             await asyncio.sleep(0)

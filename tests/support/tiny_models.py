@@ -19,7 +19,7 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import allocate_contiguous
+from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 GIB = 2**30

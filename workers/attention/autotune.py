@@ -15,10 +15,9 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
-from tramontane.workers.attention.page_table import padded_width
-from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
-from tramontane.workers.device.events import CudaDeviceEvent
+from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.self_test import assert_close_norm, one_line
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ def select_fastest(
     prepare_timed: Callable[[K], Compute],
     expected: Tensor,
     clock: Clock,
-) -> tuple[str, K] | None:
+) -> K | None:
     """Return the fastest of the kernels that run and agree with ``expected``, or None; log one line with the outcome of each."""
     seconds: dict[str, float] = {}
     reports = []
@@ -141,7 +140,7 @@ def select_fastest(
     best = min(seconds, key=seconds.__getitem__) if seconds else None
     level = logging.INFO if best else logging.WARNING
     logger.log(level, "%s by %s (%s)", job, best or "PyTorch's attention", "; ".join(reports))
-    return (best, kernels[best]) if best else None
+    return kernels[best] if best else None
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
@@ -173,34 +172,28 @@ def _choose_prefill(
     correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, PrefillKernel], clock: Clock
 ) -> PrefillKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
-    fastest = select_fastest(
-        "prefill",
-        kernels,
-        lambda kernel: _run_all([case.prefill(kernel) for case in correctness]),
-        lambda kernel: _run_all([case.prefill(kernel) for case in timing]),
-        _concat([case.expected[0] for case in correctness]),
-        clock,
-    )
-    return fastest[1] if fastest else SdpaPrefill()
+    expected = _concat([case.expected[0] for case in correctness])
+    prepare, prepare_timed = (_on_all(cases, KernelCase.prefill) for cases in (correctness, timing))
+    return select_fastest("prefill", kernels, prepare, prepare_timed, expected, clock) or SdpaPrefill()
 
 
 def _choose_decode(
     correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, DecodeKernel], clock: Clock
 ) -> DecodeKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
-    fastest = select_fastest(
-        f"decode of {len(correctness[0].q_BHd)}",
-        kernels,
-        lambda kernel: _run_all([case.decode(kernel) for case in correctness]),
-        lambda kernel: _run_all([case.decode(kernel) for case in timing]),
-        _concat([case.expected[1] for case in correctness]),
-        clock,
-    )
-    return fastest[1] if fastest else PagedDecode()
+    job, expected = f"decode of {len(correctness[0].q_BHd)}", _concat([case.expected[1] for case in correctness])
+    prepare, prepare_timed = (_on_all(cases, KernelCase.decode) for cases in (correctness, timing))
+    return select_fastest(job, kernels, prepare, prepare_timed, expected, clock) or PagedDecode()
 
 
-def _run_all(computes: list[Compute]) -> Compute:
-    return lambda: _concat([compute() for compute in computes])
+def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]) -> Callable[[K], Compute]:
+    """Return a function that prepares a kernel for all cases."""
+
+    def prepare_all(kernel: K) -> Compute:
+        computes = [prepare(case, kernel) for case in cases]
+        return lambda: _concat([compute() for compute in computes])
+
+    return prepare_all
 
 
 def _concat(outs: list[Tensor]) -> Tensor:
@@ -215,9 +208,9 @@ def cuda_seconds(compute: Compute, rounds: int = 10) -> float:
     for _ in range(3):
         compute()
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    events = [CudaDeviceEvent()]
+    events = [DeviceEvent()]
     for _ in range(rounds):
         compute()
-        events.append(CudaDeviceEvent())
+        events.append(DeviceEvent())
     events[-1].wait()
     return sorted(second.seconds_since(first) for first, second in pairwise(events))[rounds // 2]

@@ -1,4 +1,4 @@
-"""Attention over the rolling cache: its definition, the protocols of kernels, and their use for one micro-batch.
+"""Attention over the rolling cache: its mask, the protocols of kernels, and their use for one micro-batch.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
 """
@@ -25,19 +25,6 @@ def causal_window_mask(num_queries: int, num_keys: int, window: int | None, devi
     return causal if window is None else causal & (distance < window)
 
 
-def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int | None) -> Tensor:
-    """Compute masked softmax(q k / sqrt(d)) v of one sequence, its last T positions against all S, [T, H, d].
-
-    The definition that tests compare kernels with.
-    """
-    groups = q_THd.shape[1] // k_SGd.shape[1]
-    k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
-    scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
-    mask = causal_window_mask(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
-    weights_HTS = scores_HTS.masked_fill(~mask, -torch.inf).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights_HTS, v_SHd.float()).to(q_THd.dtype)
-
-
 class PrefillKernel(Protocol):
     """Attention of packed queries to the keys of their chunks."""
 
@@ -46,7 +33,6 @@ class PrefillKernel(Protocol):
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
         """Compute the output [T, H, d] of one layer."""
-        ...
 
 
 class DecodeKernel(Protocol):
@@ -57,7 +43,6 @@ class DecodeKernel(Protocol):
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
         """Compute the output [B, H, d] of one layer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

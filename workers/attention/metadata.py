@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.page_table import padded_width
-from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable
+from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable, padded_width
 from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 

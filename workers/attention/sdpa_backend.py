@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, causal_window_mask
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, num_cached_keys
-from tramontane.workers.attention.page_table import page_table
-from tramontane.workers.attention.rolling_cache import LayerCache
+from tramontane.workers.attention.rolling_cache import LayerCache, page_table
 from tramontane.workers.device.pinned_memory import tensor_on
 
 SHORT_KEYS = 256  # padding to so many keys does not matter
@@ -78,33 +77,29 @@ def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Te
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """B single tokens of similar numbers of keys, up to L each.
+    """B single tokens of similar numbers of keys, up to L each: their indices [B] among those of the micro-batch.
 
-    Attributes:
-        tokens: [B], indices into the single tokens of the micro-batch.
-        key_rows: [B, L], cache rows in position order; entries past ``key_lens`` repeat the token's own row.
-        key_lens: [B], keys of each token.
+    The rows of ``keys`` are in position order. Those past a token's last key repeat the token's own row.
     """
 
     tokens: Tensor
-    key_rows: Tensor
-    key_lens: Tensor
+    keys: GatheredKeys
 
 
 class GatheredDecode:
     """Decode kernel for CPUs: tokens are padded to the longest of their bucket, so buckets have similar lengths."""
 
-    def build_mask(self, index: DecodeMetadata) -> list[tuple[LengthBucket, GatheredKeys]]:
-        """Build the buckets, and the mask of each."""
-        return [(bucket, GatheredKeys(bucket.key_rows, _first_keys(bucket))) for bucket in bucket_decodes(index)]
+    def build_mask(self, index: DecodeMetadata) -> list[LengthBucket]:
+        """Build the buckets."""
+        return bucket_decodes(index)
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: list[tuple[LengthBucket, GatheredKeys]]) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: list[LengthBucket]) -> Tensor:
         """Compute the output [B, H, d]."""
         if len(mask) == 1:  # the bucket has all tokens in their order
-            return attend_gathered(q_BHd, cached, mask[0][1])
+            return attend_gathered(q_BHd, cached, mask[0].keys)
         out_BHd = torch.empty_like(q_BHd)
-        for bucket, keys in mask:
-            out_BHd[bucket.tokens] = attend_gathered(q_BHd[bucket.tokens], cached, keys)
+        for bucket in mask:
+            out_BHd[bucket.tokens] = attend_gathered(q_BHd[bucket.tokens], cached, bucket.keys)
         return out_BHd
 
 
@@ -119,7 +114,8 @@ def bucket_decodes(index: DecodeMetadata) -> list[LengthBucket]:
         offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
         oldest_B = own_B - lens_B + 1
         key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
-        buckets.append(LengthBucket(tokens, ring.rows(index.slots[tokens][:, None], key_positions_BL), lens_B))
+        rows_BL = ring.rows(index.slots[tokens][:, None], key_positions_BL)
+        buckets.append(LengthBucket(tokens, GatheredKeys(rows_BL, (offsets_L < lens_B[:, None])[:, None, None, :])))
     return buckets
 
 
@@ -137,11 +133,6 @@ def group_by_length(lens: list[int]) -> list[list[int]]:
         else:
             groups.append([i])
     return [list(range(len(lens)))] if len(groups) == 1 else groups
-
-
-def _first_keys(bucket: LengthBucket) -> Tensor:
-    keys_L = torch.arange(bucket.key_rows.shape[1], device=bucket.key_lens.device)
-    return (keys_L[None, :] < bucket.key_lens[:, None])[:, None, None, :]
 
 
 class PagedDecode:

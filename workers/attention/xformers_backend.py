@@ -23,8 +23,7 @@ from xformers.ops.fmha.attn_bias import (
 )
 
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
-from tramontane.workers.attention.page_table import PageTable, next_power_of_two, page_table
-from tramontane.workers.attention.rolling_cache import LayerCache
+from tramontane.workers.attention.rolling_cache import LayerCache, PageTable, next_power_of_two, page_table
 
 PrefillMask = Any  # BlockDiagonalCausalFromBottomRightMask, or ...CausalLocalAttention... for layers with a window
 Operator = Any  # one of xformers' classes that compute attention

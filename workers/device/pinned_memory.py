@@ -6,50 +6,30 @@ queued. torch reuses pinned memory once no tensor or array refers to it and the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class PinnedTransfer(Protocol):
-    """What a GPU's driver offers for copies; tests replace it."""
+class PinnedTransfer:
+    """Copies through pinned memory on the current stream of a CUDA device; tests replace it."""
 
-    def empty_pinned(self, tensor: Tensor) -> Tensor:
-        """Allocate uninitialized pinned memory of the tensor's shape and dtype."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy ``source`` to ``target``."""
-
-    def record(self, device: torch.device) -> Callable[[], None]:
-        """Return a function that blocks until all work queued on the device so far is done."""
-        ...
-
-    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
-        """Start to copy a pinned tensor to the device. Work that the device gets from now on sees the complete copy."""
-        ...
-
-
-class CudaPinnedTransfer:
-    """Copies on the current stream of a CUDA device."""
-
-    def empty_pinned(self, tensor: Tensor) -> Tensor:
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate uninitialized pinned memory."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start to copy ``source`` to ``target``."""
         target.copy_(source, non_blocking=True)
 
     def record(self, device: torch.device) -> Callable[[], None]:
-        """Return a function that waits for the work queued so far; the waiting thread sleeps."""
+        """Return a function that blocks until all work queued on the device so far is done; the waiting thread sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
-        """Start to copy a pinned tensor to the device."""
+        """Start to copy a pinned tensor to the device. Work that the device gets from now on sees the complete copy."""
         return pinned.to(device, non_blocking=True)
 
 
@@ -65,8 +45,8 @@ def copy_to_host_async(tensor: Tensor, transfer: PinnedTransfer | None = None) -
     """Start to copy a tensor to the host. Work that the device gets later does not delay the copy."""
     if tensor.device.type == "cpu" and transfer is None:
         return HostCopy(tensor.contiguous(), lambda: None)
-    transfer = transfer or CudaPinnedTransfer()
-    pinned = transfer.empty_pinned(tensor)
+    transfer = transfer or PinnedTransfer()
+    pinned = transfer.empty_pinned(tensor.shape, tensor.dtype)
     transfer.copy(pinned, tensor)
     return HostCopy(pinned, transfer.record(tensor.device))
 
@@ -85,8 +65,8 @@ def to_device(tensor: Tensor, device: torch.device, transfer: PinnedTransfer | N
     """
     if transfer is None and (device.type == "cpu" or tensor.device.type != "cpu"):
         return tensor.to(device)
-    transfer = transfer or CudaPinnedTransfer()
-    pinned = transfer.empty_pinned(tensor)
+    transfer = transfer or PinnedTransfer()
+    pinned = transfer.empty_pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)
     return transfer.upload(pinned, device)
 

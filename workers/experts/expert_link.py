@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -94,33 +94,26 @@ class ExpertServer:
         listener = self._channels.listen(self._host)
 
         def serve() -> None:
-            try:
-                inlet = self._channels.connect(calls, self._host)
+            with closing(listener):
                 try:
-                    outlet = listener.accept()
-                    self._serve(inlet, outlet)
-                finally:
-                    inlet.close()
-            except (LinkError, OSError, RuntimeError) as error:
-                logger.info("The link to a stage has ended: %s", error)
-            finally:
-                listener.close()
+                    with closing(self._channels.connect(calls, self._host)) as inlet, closing(listener.accept()) as outlet:
+                        self._serve(inlet, outlet)
+                except (LinkError, OSError, RuntimeError) as error:
+                    logger.info("The link to a stage has ended: %s", error)
 
         threading.Thread(target=serve, name="stage", daemon=True).start()
         return listener.address
 
     def _serve(self, inlet: Channel, outlet: Channel) -> None:
+        """Answer calls until the link is broken, which raises LinkError."""
         torch.set_num_threads(self._num_threads)  # counts per thread
-        try:
-            while True:
-                header = self._layout.header()
-                inlet.receive(header)
-                call = self._layout.decode_header(header)
-                rows_CD = self._layout.rows(call.num_rows)
-                inlet.receive(rows_CD)
-                self._reply(call, rows_CD, outlet)
-        finally:
-            outlet.close()
+        while True:
+            header = self._layout.header()
+            inlet.receive(header)
+            call = self._layout.decode_header(header)
+            rows_CD = self._layout.rows(call.num_rows)
+            inlet.receive(rows_CD)
+            self._reply(call, rows_CD, outlet)
 
     def _reply(self, call: ExpertCall, rows_CD: Tensor, outlet: Channel) -> None:
         try:
@@ -209,12 +202,9 @@ class DirectExpertClient:
                 return
 
     def _connect(self) -> Channel:
-        listener = self._channels.listen(self._host)
-        try:
+        with closing(self._channels.listen(self._host)) as listener:
             replies = self._exchange_addresses(listener.address)
             outlet = listener.accept()
-        finally:
-            listener.close()
         try:
             inlet = self._channels.connect(replies, self._host)
         except BaseException:

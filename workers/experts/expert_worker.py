@@ -13,7 +13,7 @@ from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
-from tramontane.workers.weights.tensor_specs import ProgressCallback, tensors_of_experts
+from tramontane.workers.weights.tensor_specs import ProgressCallback, expert_tensors
 
 
 class ExpertCall(NamedTuple):
@@ -91,11 +91,9 @@ class ExpertWorker:
         missing = [each for each in experts if each not in self._experts]
         model = load_module(
             lambda: ExpertModule(self._plan.args, missing),
-            self._plan.args,
-            lambda layout: tensors_of_experts(self._plan.args, missing, layout),
+            lambda layout: [spec for each in missing for spec in expert_tensors(self._plan.args, *each, layout)],
+            self._plan,
             self._weights,
-            self._plan.dtype,
-            self._plan.quantize,
             str(self.device),
             self._on_tensor,
         )

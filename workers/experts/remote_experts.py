@@ -27,12 +27,10 @@ class ExpertConnection(Protocol):
     @property
     def is_up(self) -> bool:
         """Whether the actor can be called now."""
-        ...
 
     @property
     def failure(self) -> PipelineError | None:
         """Why the actor will never be up again, or None."""
-        ...
 
     def call(self, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
         """Send a call.
@@ -40,7 +38,6 @@ class ExpertConnection(Protocol):
         It fails with ExpertUnavailableError if the actor is not up or dies before it has answered, and with other errors if
         the call itself fails.
         """
-        ...
 
     def close(self) -> None:
         """Close the connection; calls without an answer fail."""
@@ -182,11 +179,6 @@ class PendingExpertCall:
         if self._unavailable:
             return self._can_retry() or self._failure() is not None
         return all(is_done)
-
-    def wait(self) -> None:
-        """Block until ``is_ready``."""
-        with self._experts.condition:
-            self._experts.condition.wait_for(lambda: self.is_ready)
 
     def poll(self) -> bool:
         """Process the replies that have arrived and retry what failed; returns whether all rows are done.

@@ -52,14 +52,11 @@ def prepack_weight(weight_NK: Tensor) -> Tensor:
 
     Measured to help for float32 on CPUs only. It takes no additional memory.
     """
-    if weight_NK.device.type != "cpu" or weight_NK.dtype != torch.float32 or not _has_onednn():
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight_NK.device.type != "cpu" or weight_NK.dtype != torch.float32 or not has_onednn:
         return weight_NK
     packed_NK: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK)
     return packed_NK
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def prepacked_linear(x_TK: Tensor, packed_NK: Tensor) -> Tensor:

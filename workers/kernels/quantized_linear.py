@@ -130,29 +130,25 @@ def probe_kernels(
         return QuantizedKernels(None, None)
     dtypes = (number_dtype, scale_dtype, dtype)
     few, several, many = (1,), (FEW_TOKENS + 1, FUSED_TOKENS), (FUSED_TOKENS + 1,)
-    has_fused = _self_test(
-        _fused_product, "kernel that converts them to float while it reads them", device, *dtypes, (*few, *several)
-    )
-    fused = _fused_product if has_fused else None
+    converting = "kernel that converts them to float while it reads them"
+    fused = _fused_product if _self_test(_fused_product, converting, device, dtypes, (*few, *several)) else None
     if number_dtype != torch.float8_e4m3fn:
         return QuantizedKernels(fused, None)
     lengths = (*several, *many) if fused else (*few, *several, *many)
-    if not _self_test(fp8_linear, "fp8 arithmetic", device, *dtypes, lengths):
+    if not _self_test(fp8_linear, "fp8 arithmetic", device, dtypes, lengths):
         return QuantizedKernels(fused, None)
-    is_fused = _self_test(_fused_fp8_product, "kernel that quantizes activations to fp8", device, *dtypes, lengths)
+    is_fused = _self_test(_fused_fp8_product, "kernel that quantizes activations to fp8", device, dtypes, lengths)
     return QuantizedKernels(fused, _fused_fp8_product if is_fused else fp8_linear)
 
 
 def _self_test(
-    product: Product,
-    name: str,
-    device: torch.device,
-    number_dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    dtype: torch.dtype,
-    lengths: Sequence[int],
+    product: Product, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], lengths: Sequence[int]
 ) -> bool:
-    """Return whether the product is correct for these numbers of tokens; log a warning with the reason if it is not."""
+    """Return whether the product is correct for these numbers of tokens; log a warning with the reason if it is not.
+
+    ``dtypes``: of the numbers, the scales and the activations.
+    """
+    number_dtype, scale_dtype, dtype = dtypes
     generator = torch.Generator(device).manual_seed(0)
     numbers_NK = torch.randn(TEST_SIZE, TEST_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
     scale_N = (torch.arange(1, TEST_SIZE + 1, device=device) / TEST_SIZE).to(scale_dtype)

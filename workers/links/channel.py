@@ -36,11 +36,9 @@ class Listener(Protocol):
     @property
     def address(self) -> Address:
         """The address to connect to."""
-        ...
 
     def accept(self) -> Channel:
         """Wait for the other end."""
-        ...
 
     def close(self) -> None:
         """Stop listening, from any thread."""

@@ -17,11 +17,10 @@ from tramontane.proto.errors import LinkError
 from tramontane.workers.device.pinned_memory import to_device, to_host
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.control_socket import ControlSocket
-from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcUnavailableError, accept_ipc, offer_ipc
+from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcBackend, IpcUnavailableError, accept_ipc, offer_ipc
 from tramontane.workers.links.ipc_cuda import CudaIpc
-from tramontane.workers.links.ipc_memory import IpcBackend
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
-from tramontane.workers.links.tcp_channel import TcpChannel, TcpListener, connect
+from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -49,11 +48,6 @@ class ChannelOptions:
     device: torch.device
     ipc: IpcBackend  # to an end on the same GPU
     process_groups: ChannelFactory  # to any other end
-
-    @classmethod
-    def of(cls, device: torch.device) -> "ChannelOptions":
-        """Return the options of a CUDA device."""
-        return cls(DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl"))
 
 
 class HandshakeChannel:
@@ -164,6 +158,15 @@ class GpuChannelFactory:
         store_host, port, token = control.receive(TIMEOUT_S)
         channel = HandshakeChannel(control, self._options.process_groups.connect((store_host, port, token), host))
         return _warm_up(channel, channel.receive, torch.empty(1, device=self._options.device))
+
+
+def channel_factory_for(device: torch.device) -> ChannelFactory:
+    """Return the fastest way to make channels between stages on such devices."""
+    if device.type != "cuda":
+        return TcpChannelFactory()
+    return GpuChannelFactory(
+        ChannelOptions(DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl"))
+    )
 
 
 def _is_same_device(control: ControlSocket, location: DeviceLocation) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.device.self_test import one_line
-from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
+from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
 
 HANDLE_BYTES = 64  # size of cudaIpcMemHandle_t (CUDA_IPC_HANDLE_SIZE), whose content the bindings do not expose
 
@@ -114,13 +114,8 @@ class _CudaArray:
     """The interface by which torch accepts memory that it has not allocated."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 3,
-        }
+        description = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = description
 
 
 def handle_to_bytes(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
@@ -19,19 +18,6 @@ from tramontane.workers.model.rotary import RotaryTables
 
 # (layer, q_THd, k_TGd, v_TGd) -> attended values THd
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalization (arXiv 1910.07467), computed in float32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Normalize each row."""
-        return F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -93,16 +79,17 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.norm_eps = args.norm_eps
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)  # arXiv 1910.07467, computed in float32
         self.attention = Attention(args, layer)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = None if args.moe else FeedForward(args)
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
     def forward(self, h_TD: Tensor, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
         """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D]."""
         attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
-        return self.attention.fused_ops.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+        return self.attention.fused_ops.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.norm_eps)
 
 
 def set_fused_ops(model: nn.Module, fused_ops: FusedOps) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.model.layers import Attend, RMSNorm, TransformerBlock
+from tramontane.workers.model.layers import Attend, TransformerBlock
 from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables
 
@@ -41,7 +41,7 @@ class StageModel(nn.Module):
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts = LocalExperts(args, layers) if experts_inside else None
         self._expert_tokens = ExpertTokenCounter(layers, args.moe.num_experts if args.moe else 0)
-        self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
+        self.norm = nn.RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
     def finalize_weights(self, device: torch.device) -> None:
@@ -66,21 +66,9 @@ class StageModel(nn.Module):
     ) -> Tensor:
         """Run all layers, [T, D] to [T, D]. Padding is given to no expert and not counted."""
         for layer in self.global_layers:
-            hidden_TD = self.layer(layer, hidden_TD, rotary, attend, on_choices, is_padding_T)
+            hidden_TD, x_TD = self.block(layer)(hidden_TD, rotary, attend)
+            hidden_TD = hidden_TD + self.feed_forward(layer, x_TD, on_choices, is_padding_T)
         return hidden_TD
-
-    def layer(
-        self,
-        layer: int,
-        hidden_TD: Tensor,
-        rotary: RotaryTables,
-        attend: Attend,
-        on_choices: OnChoices | None = None,
-        is_padding_T: Tensor | None = None,
-    ) -> Tensor:
-        """Run one layer, by its global number."""
-        hidden_TD, x_TD = self.block(layer)(hidden_TD, rotary, attend)
-        return hidden_TD + self.feed_forward(layer, x_TD, on_choices, is_padding_T)
 
     def feed_forward(
         self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None

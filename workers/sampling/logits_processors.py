@@ -89,11 +89,6 @@ class LogitsProcessor:
         self._counts = TokenCounts(vocab_size, device)
         self._states: dict[int, LogitsState] = {}
 
-    @property
-    def num_sequences(self) -> int:
-        """Running sequences whose logits are changed."""
-        return len(self._states)
-
     def update(self, batch: MicroBatch) -> None:
         """Remove freed sequences, add new ones, count tokens."""
         for seq_id in batch.freed_seq_ids if self._states else ():

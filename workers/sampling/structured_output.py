@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import RequestError, UserError
-from tramontane.proto.log_fields import request_fields
-from tramontane.proto.request import FinishReason
+from tramontane.proto.request import FinishReason, request_fields
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on, to_device
 

@@ -1,5 +1,6 @@
-"""Hidden states between stages: a small header and the raw bytes."""
+"""Outcome of a stage's step: a result, or hidden states, which travel to the next stage as a small header and raw bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from tramontane.proto import wire
 from tramontane.proto.request import ExpertChoices
-from tramontane.proto.step import StageTiming
+from tramontane.proto.step import StageTiming, StepResult
 from tramontane.workers.device.pinned_memory import HostCopy, copy_to_host_async, to_device, to_host
 
 HOST = torch.device("cpu")
@@ -38,6 +39,23 @@ class Activation:
         dtype, shape, timings, choices = wire.decode_header(packed[0])
         hidden_TD = torch.from_numpy(packed[1]).view(getattr(torch, dtype)).view(shape)
         return cls(to_device(hidden_TD, device), timings, choices)
+
+
+Outcome = Activation | StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOutcome:
+    """A step whose work has been launched on the device and not awaited.
+
+    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the device's work.
+    ``is_stateful``: reading changes what the next step begins with, so it has to be read before that.
+    ``read``: waits for the device and returns the outcome; called once.
+    """
+
+    hidden_TD: Tensor | None
+    is_stateful: bool
+    read: Callable[[], Outcome]
 
 
 class ActivationSender:

@@ -13,7 +13,6 @@ Shape letters: B decodes with padding, D model width, V vocabulary size.
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
-from tramontane.workers.attention.page_table import next_power_of_two, padded_width
-from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
@@ -32,26 +30,19 @@ from tramontane.workers.model.transformer import StageModel
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
+# Records what a device computes; what is returned computes the same again, from what is then in the same memory. Its result is
+# overwritten by the next call, also of another recording.
+GraphCapture = Callable[[Compute], Compute]
 Size = tuple[int, tuple[int, ...]]  # decodes, and pages of a table for each window class
 
 
-class GraphCapture(Protocol):
-    """A way to record what a device computes."""
-
-    def capture(self, compute: Compute) -> Compute:
-        """Return a function that computes the same again, from what is then in the same memory.
-
-        Its result is overwritten by the next call, also of another recording.
-        """
-
-
 class CudaGraphCapture:
-    """Capture as CUDA graphs. All of them share one memory pool: no two run at the same time."""
+    """The ``GraphCapture`` as CUDA graphs. All of them share one memory pool: no two run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, compute: Compute) -> Compute:
+    def __call__(self, compute: Compute) -> Compute:
         """Record a CUDA graph. The current stream stays what it was, also after an error.
 
         If CUDA aborts a capture, torch leaves this thread on the capture's stream, and what is computed next would not wait
@@ -71,9 +62,8 @@ class CudaGraphCapture:
                 compute()
         torch.cuda.current_stream().wait_stream(warmup_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
-        ):  # other threads may use CUDA during the capture
+        # Other threads may use CUDA during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = compute()
 
         def replay() -> Tensor:
@@ -105,9 +95,8 @@ class CudaGraphRunner:
         self._frequencies = rotary_frequencies(plan.args).to(self._device)
         max_rows = next_power_of_two(plan.max_num_seqs)
         self._inputs_3B = torch.zeros(3, max_rows, dtype=torch.int64, device=self._device)  # tokens, slots, positions
-        self._incoming_BD = torch.zeros(
-            max_rows if not plan.is_first else 0, plan.args.dim, dtype=self._dtype, device=self._device
-        )
+        num_incoming = 0 if plan.is_first else max_rows
+        self._incoming_BD = torch.zeros(num_incoming, plan.args.dim, dtype=self._dtype, device=self._device)
         self._graphs: dict[Size, Compute] = {}
         self._has_failed = False
 
@@ -149,7 +138,7 @@ class CudaGraphRunner:
             return None
         self._copy_inputs(size[0], [[], [], []])  # nothing but padding: computing it changes no cache
         try:
-            graph = self._graphs[size] = self._graph_capture.capture(lambda: self._compute(size))
+            graph = self._graphs[size] = self._graph_capture(lambda: self._compute(size))
         except RuntimeError as error:  # the device cannot capture it, or has no memory left for it
             self._has_failed = True
             logger.warning(

@@ -7,7 +7,7 @@ import torch
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.device.events import CudaDeviceEvent, RecordEvent
+from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
@@ -36,6 +36,4 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
         return DeviceBackend(select_kernels(plan, device))
     with torch.cuda.device(device):  # events and graphs belong to the current one
         kernels = select_kernels(plan, device)
-        return DeviceBackend(
-            kernels, compile_ops(plan.args, device, getattr(torch, plan.dtype)), CudaGraphCapture(), CudaDeviceEvent
-        )
+        return DeviceBackend(kernels, compile_ops(plan.args, device, getattr(torch, plan.dtype)), CudaGraphCapture(), DeviceEvent)

@@ -19,7 +19,7 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.experts.remote_experts import PendingExpertCall, RemoteExperts
 from tramontane.workers.experts.remote_forward import StepCoroutine
-from tramontane.workers.stage.pending_outcome import Outcome, PendingOutcome
+from tramontane.workers.stage.activation import Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output
 
@@ -51,14 +51,12 @@ class RunningStep:
     def resume(self) -> bool:
         """Compute until experts have been called, or to the end. Returns True if the step is over, failed or not."""
         try:
-            with torch.inference_mode():
-                self._call = next(self._coroutine)
-        except StopIteration as end:
-            self._end(end.value)
+            if (pending := self._advance()) is None:
+                return False
+            self.deliver(pending.hidden_TD)
+            self.future.set_result(pending.read())
         except Exception as error:
             self.future.set_exception(error.with_traceback(None))  # whose frames would keep tensors
-        else:
-            return False
         return True
 
     def cancel(self, reason: Exception) -> None:
@@ -66,14 +64,15 @@ class RunningStep:
         self._coroutine.close()
         self.future.set_exception(reason)
 
-    def _end(self, pending: PendingOutcome) -> None:
+    def _advance(self) -> PendingOutcome | None:
+        """Compute until experts have been called; returns the outcome if no layer follows."""
         try:
-            self.deliver(pending.hidden_TD)
-            outcome = pending.read()
-        except Exception as error:
-            self.future.set_exception(error.with_traceback(None))
-        else:
-            self.future.set_result(outcome)
+            with torch.inference_mode():
+                self._call = next(self._coroutine)
+        except StopIteration as end:
+            pending: PendingOutcome = end.value
+            return pending
+        return None
 
 
 class PingPongExecutor:
@@ -93,11 +92,6 @@ class PingPongExecutor:
         self._next_received = self._next_opened = 0
         self._is_interrupted = self._is_closed = False
         threading.Thread(target=self._compute, name="stage", daemon=True).start()
-
-    @property
-    def num_open(self) -> int:
-        """How many micro-batches have begun and not ended."""
-        return len(self._open)
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
         """Run one micro-batch. ``receive`` is called on the caller's thread, ``deliver`` on the computing one."""

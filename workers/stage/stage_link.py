@@ -6,7 +6,7 @@ from torch import Tensor
 from tramontane.proto.errors import LinkError
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
-from tramontane.workers.links.factory import channel_factory_for
+from tramontane.workers.links.gpu_channel import channel_factory_for
 from tramontane.workers.links.process_group_channel import first_line
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker

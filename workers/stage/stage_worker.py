@@ -25,14 +25,11 @@ from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
-from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
-from tramontane.workers.stage.expert_choices import NO_RECORDER, ExpertChoiceRecorder, expert_choice_recorder
-from tramontane.workers.stage.pending_outcome import Outcome, PendingOutcome
-from tramontane.workers.stage.step_timer import StepTimer
-from tramontane.workers.weights.expert_placement import supports_grouped_gemm
-from tramontane.workers.weights.loader import load_module
+from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
+from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
 
 NOT_FENCED = -1
@@ -92,11 +89,9 @@ class StageWorker:
         """Read or make the tensors of this stage, and only those, directly in their dtype and on their device."""
         model = load_module(
             lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
-            plan.args,
             lambda layout: stage_tensors(plan.args, plan.layers, layout, plan.experts_inside),
+            plan,
             weights,
-            plan.dtype,
-            plan.quantize,
             device,
             on_tensor,
             supports_grouped_gemm(plan, device),

@@ -1,15 +1,18 @@
-"""What drives a stage's steps: the protocol of step executors, and the one that runs one step at a time."""
+"""What drives a stage's steps: the protocol of step executors, and those that compute on the caller's thread."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.stage.activation import Activation
-from tramontane.workers.stage.pending_outcome import Outcome
+from tramontane.workers.device.events import DeviceEvent
+from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 
 Receive = Callable[[], Activation | None]
@@ -50,22 +53,27 @@ class StepExecutor(Protocol):
 
 
 class Stopwatch:
-    """The time for which the work in progress has run: written by one thread, read by others."""
+    """The time for which work has run without a beginning or an end: for threads that work, and others that read."""
 
     def __init__(self) -> None:
-        self._began_at = 0.0
+        self._lock = threading.Lock()
+        self._last_change, self._num_running = 0.0, 0
 
     def __enter__(self) -> None:
-        self._began_at = time.monotonic()
+        self._change(1)
 
     def __exit__(self, *_: object) -> None:
-        self._began_at = 0.0
+        self._change(-1)
 
     @property
     def running_s(self) -> float:
-        """The seconds since the work began; 0 while there is none."""
-        began_at = self._began_at  # read once: another thread may reset it
-        return time.monotonic() - began_at if began_at else 0.0
+        """The seconds since work last began or ended; 0 while there is none."""
+        with self._lock:
+            return time.monotonic() - self._last_change if self._num_running else 0.0
+
+    def _change(self, num_more: int) -> None:
+        with self._lock:
+            self._last_change, self._num_running = time.monotonic(), self._num_running + num_more
 
 
 class SerialExecutor:
@@ -98,3 +106,103 @@ class SerialExecutor:
 
     def interrupt(self) -> None:
         """Do nothing: no step waits for experts."""
+
+
+class OverlappedExecutor:
+    """The ``StepExecutor`` of a stage on a GPU: while it works on one step, the host prepares the next.
+
+    A number is a step; the host prepares it, the GPU computes it, its outcome is read:
+
+        host   0 1   2   3
+        GPU      0 0 1 1 2 2 3 3
+        read        0   1   2
+
+    Any number of threads call ``step``; each runs its own step on its own thread.
+    One thread at a time has the turn: it receives from the stage before, launches its step and delivers to the next stage. At
+    most ``max_open`` steps have been launched and not read: with two, one is computed and one waits for the device.
+    """
+
+    def __init__(self, worker: StageWorker, max_open: int) -> None:
+        assert worker.backend.make_event is not None, "this executor is for devices that compute asynchronously"
+        self.worker, self._max_open, self._make_event = worker, max_open, worker.backend.make_event
+        self._condition = threading.Condition()
+        self._has_turn = self._is_interrupted = False
+        self._num_open = 0
+        self._stopwatch = Stopwatch()
+
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+        """Run one micro-batch in its turn, and wait for its outcome."""
+        with self._admit(batch):
+            with self._release_turn():
+                incoming = receive()
+                with self._stopwatch:
+                    pending = self.worker.launch(batch, incoming)
+                deliver(pending.hidden_TD)
+                delivered = self._make_event()
+                if pending.is_stateful:
+                    return self._read(pending, delivered)
+            return self._read(pending, delivered)
+
+    @property
+    def busy_for_s(self) -> float:
+        """The seconds since a launch or read last began or ended, while one runs. Waiting for neighbors does not count."""
+        return self._stopwatch.running_s
+
+    def fence(self, epoch: int) -> None:
+        """Fence the worker once no step has the turn. Steps that were launched end by themselves, before any later one."""
+        self.worker.check_epoch_increases(epoch)
+        self.interrupt()
+        with self._condition:
+            self._condition.wait_for(lambda: not self._has_turn)
+            self.worker.fence(epoch)
+            self._is_interrupted = False
+
+    def interrupt(self) -> None:
+        """Fail the steps that wait for their turn; none gets it before the next fence."""
+        with self._condition:
+            self._is_interrupted = True
+            self._condition.notify_all()
+
+    def _read(self, pending: PendingOutcome, delivered: DeviceEvent) -> Outcome:
+        """Read a step's outcome, and return it only after its hidden states have been sent.
+
+        They would be lost if this GPU died first.
+        """
+        with self._stopwatch:
+            outcome = pending.read()
+            delivered.wait()
+            return outcome
+
+    @contextmanager
+    def _admit(self, batch: MicroBatch) -> Iterator[None]:
+        """Wait for the turn and take it. Raises StaleEpochError, also if the epoch ends while it waits."""
+        with self._condition:
+            self.worker.check_epoch(batch)
+            self._condition.wait_for(lambda: self._is_over(batch) or self._is_next(batch))
+            self.worker.check_epoch(batch)
+            if self._is_interrupted:
+                raise StaleEpochError(f"{self.worker.plan.label} was interrupted before the step had begun")
+            self.worker.check_order(batch)
+            self._has_turn, self._num_open = True, self._num_open + 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_open -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def _release_turn(self) -> Iterator[None]:
+        """Pass the turn to the next step at the end of the block."""
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._has_turn = False
+                self._condition.notify_all()
+
+    def _is_over(self, batch: MicroBatch) -> bool:
+        return self._is_interrupted or batch.epoch != self.worker.epoch
+
+    def _is_next(self, batch: MicroBatch) -> bool:
+        return not self._has_turn and self._num_open < self._max_open and batch.step_id <= self.worker.next_step_id

@@ -1,8 +1,9 @@
-"""Checkpoint folder: which file holds which tensor, and how the tensors of a stage are read.
+"""Checkpoint folder: which file holds which tensor, how the tensors of a stage are read, and its fingerprint.
 
 Only safetensors files are opened. ``Checkpoint.check`` reads headers only and does not import torch.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, detect_layout
-from tramontane.workers.weights.fingerprint import Fingerprint, compute_fingerprint
 from tramontane.workers.weights.safetensors_file import STORED_TYPES, open_safetensors
 from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Fingerprint = tuple[tuple[str, str], ...]  # file names relative to the folder, and their digests
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint's files
 SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
 SHARD_GLOBS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
@@ -31,9 +34,8 @@ METADATA_GLOBS = (
     "generation_config.json",
 )
 PICKLE_GLOBS = ("*.bin", "*.pth", "*.pt")
-ROTARY_BUFFER = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # old versions of transformers stored it, although it is computed
+# Old versions of transformers stored it, although it is computed.
+ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 class Checkpoint:
@@ -51,7 +53,10 @@ class Checkpoint:
     def check(self, args: ModelArgs) -> None:
         """Raise CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file."""
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
-        for path, specs_of_file in self._by_file(specs):
+        by_file: dict[Path, list[TensorSpec]] = {}
+        for spec in specs:
+            by_file.setdefault(self._file_of(spec), []).append(spec)
+        for path, specs_of_file in by_file.items():
             with open_safetensors(path, framework="numpy") as file:
                 for spec in specs_of_file:
                     _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
@@ -83,30 +88,14 @@ class Checkpoint:
         specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
         with open_reader(device) as read_rows:
             for spec, path in specs:
-                rows = read_rows(path, spec)
-                load_tensor(state, spec, rows, dtype, device, quantize)
-                on_tensor(rows.num_read, spec.num_bytes(dtype, quantize))
+                num_read = load_tensor(state, spec, read_rows(path, spec), dtype, device, quantize)
+                on_tensor(num_read, spec.num_bytes(dtype, quantize))
         return state
-
-    def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:
-        groups: dict[Path, list[TensorSpec]] = {}
-        for spec in specs:
-            groups.setdefault(self._file_of(spec), []).append(spec)
-        yield from groups.items()
 
     def _file_of(self, spec: TensorSpec) -> Path:
         if spec.name not in self.files:
             raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which {self.layout.value} calls for")
         return self.files[spec.name]
-
-
-def fingerprint_without_weights(folder: Path) -> Fingerprint:
-    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it is no model folder."""
-    return compute_fingerprint(folder, _metadata_files(folder, detect_layout(folder)))
-
-
-def _metadata_files(folder: Path, layout: Layout) -> Iterator[Path]:
-    return (path for name in (layout.value, *METADATA_GLOBS) for path in folder.glob(name) if path.is_file())
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> None:  # noqa: ANN401 - safetensors' slice has no type
@@ -125,8 +114,7 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     single = folder / SINGLE_NAMES[layout]
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
-        names = _index(index)
-        return _indexed_files(folder, index, names, SHARD_GLOBS[layout])
+        return _indexed_files(folder, index, _index(index), SHARD_GLOBS[layout])
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
     parts = sorted(folder.glob(SHARD_GLOBS[layout]))
@@ -180,3 +168,51 @@ def _index(path: Path) -> dict[str, str]:
 def _tensor_names(path: Path) -> frozenset[str]:
     with open_safetensors(path, framework="numpy") as file:
         return frozenset(file.keys())
+
+
+# ---- fingerprint
+
+
+def fingerprint_without_weights(folder: Path) -> Fingerprint:
+    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it is no model folder."""
+    return compute_fingerprint(folder, _metadata_files(folder, detect_layout(folder)))
+
+
+def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
+    """Compute a digest of each file's size and of samples of its bytes, to compare nodes without reading gigabytes."""
+    return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
+
+
+def short_digest(fingerprint: Fingerprint) -> str:
+    """Return one short digest of a whole checkpoint, tokenizer included."""
+    return hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
+
+
+def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
+    """Raise CheckpointError naming the first file that is missing or differs from the fingerprint of another node."""
+    for name, digest in expected:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing, but other nodes have it")
+        if _digest(folder / name) != digest:
+            raise CheckpointError(f"{folder / name} differs from the same file on other nodes")
+
+
+def _digest(path: Path) -> str:
+    """Hash a file of up to NUM_SAMPLES * SAMPLE_BYTES completely; of a longer one, evenly spaced blocks, both ends included.
+
+    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= NUM_SAMPLES * SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(NUM_SAMPLES):
+                file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _metadata_files(folder: Path, layout: Layout) -> Iterator[Path]:
+    return (path for name in (layout.value, *METADATA_GLOBS) for path in folder.glob(name) if path.is_file())

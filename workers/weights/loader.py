@@ -1,30 +1,34 @@
-"""Loading of modules: weights are read, or made at random, directly in their dtype and on their device."""
+"""Loading of modules: weights are read, or made at random, directly in their dtype, on their device and in their place.
 
-from collections.abc import Callable
+A layer's experts are placed in memory so that a grouped GEMM can read them as one block.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.proto.plan import ExpertPlan, StagePlan
 from tramontane.workers.kernels.quantized_linear import warm_up_kernels
+from tramontane.workers.model.grouped_gemm import KERNEL_CAPABILITIES, KERNEL_STEP
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.expert_placement import allocate_contiguous
 from tramontane.workers.weights.quantize import quantize_linears
-from tramontane.workers.weights.random_weights import random_state
-from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf
+from tramontane.workers.weights.random_checkpoint import random_state
+from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def load_module(
     make: Callable[[], M],
-    args: ModelArgs,
     tensors_of: TensorsOf,
+    plan: StagePlan | ExpertPlan,
     weights: WeightSource,
-    dtype: str,
-    quantize: Quantization | None,
     device: str,
     on_tensor: ProgressCallback,
     contiguous_experts: bool = False,
@@ -33,6 +37,7 @@ def load_module(
 
     ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
     """
+    dtype, quantize = plan.dtype, plan.quantize
     with torch.device("meta"):
         module = make()
         if quantize:
@@ -40,9 +45,51 @@ def load_module(
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
     allocated = allocate_contiguous(specs, getattr(torch, dtype), device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, allocated)
+        state = random_state(tensors_of, plan.args.dtype, dtype, device, quantize, on_tensor, allocated)
     else:
         state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated)
     module.load_state_dict(state, assign=True)
     warm_up_kernels(module, getattr(torch, dtype))
     return module.eval()
+
+
+def allocate_contiguous(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
+    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2.
+
+    ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
+    """
+    blocks: dict[tuple[str, ...], list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in specs:
+        path = spec.parameter.split(".")
+        if path[0] == "experts" and spec.parameter not in shapes:
+            _, _, layer, _, matrix, _ = path
+            blocks.setdefault((layer, matrix), []).append(spec.parameter)
+            shapes[spec.parameter] = spec.parameter_shape
+    allocated: dict[str, Tensor] = {}
+    for parameters in blocks.values():
+        block_ENK = torch.empty(len(parameters), *shapes[parameters[0]], dtype=dtype, device=device)
+        allocated |= dict(zip(parameters, block_ENK, strict=True))
+    return allocated
+
+
+def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
+    """Return whether a stage's experts are loaded for grouped GEMMs. If not, logs the reason on a GPU."""
+    if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
+        return False
+    if reason := _unsupported_reason(plan, torch.device(device)):
+        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, reason)
+    return not reason
+
+
+def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if plan.quantize:
+        return f"weights are {plan.quantize}"
+    if plan.dtype != "bfloat16":
+        return f"weights are {plan.dtype}, not bfloat16"
+    if capability[0] not in KERNEL_CAPABILITIES:
+        return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
+    if plan.args.dim % KERNEL_STEP or plan.args.hidden_dim % KERNEL_STEP:
+        return f"widths {plan.args.dim} and {plan.args.hidden_dim} are not multiples of {KERNEL_STEP}"
+    return ""

@@ -25,11 +25,12 @@ def load_tensor(
     dtype: str,
     device: str | torch.device,
     quantize: Quantization | None,
-) -> None:
+) -> int:
     """Write one tensor to its rows of its parameter in ``state``: in ``dtype`` on the device, or as numbers and scales.
 
-    ``pieces`` are its rows in order; they need not be in memory together. The tensors of a parameter have to be loaded in
-    the order of its rows: the last one completes the matrix, which is then prepacked while there is memory for a copy.
+    ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes. The tensors of a parameter
+    have to be loaded in the order of its rows: the last one completes the matrix, which is then prepacked while there is
+    memory for a copy.
 
     Raises:
         CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale.
@@ -41,20 +42,24 @@ def load_tensor(
             state[parameter] = torch.empty(shape, dtype=dtype, device=device)
         return state[parameter][spec.rows]
 
+    num_read = 0
     if not (quantize and spec.quantizable):
         target = rows_of(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
         for rows, piece in _row_ranges(pieces):
             target[rows] = piece
+            num_read += piece.nbytes
         if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
             state[spec.parameter] = prepack_weight(state[spec.parameter])
-        return
+        return num_read
     scale_dtype, device = getattr(torch, quantize.scale_dtype(dtype)), torch.device(device)
     numbers_NK = rows_of(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])
     scale_N = rows_of(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
     for rows, piece in _row_ranges(pieces):
         numbers_NK[rows], scale_N[rows] = quantize_weight(piece, quantize, scale_dtype, device)
+        num_read += piece.nbytes
     if not scale_N.isfinite().all():
         raise CheckpointError(f"tensor {spec.name} has elements that are infinite or not a number; it cannot be quantized")
+    return num_read
 
 
 def _row_ranges(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:

@@ -1,10 +1,13 @@
-"""Writer of complete checkpoints of random weights, in either layout, with little memory."""
+"""Random weights of full size, for benchmarks, plans and tests: in memory, or as a complete checkpoint in either layout."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -13,14 +16,58 @@ from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.mistral_params import to_mistral_params
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
-from tramontane.workers.weights.random_weights import random_parameter
-from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
+from tramontane.workers.weights.quantize import load_tensor
+from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 PART_BYTES = 2**28  # of one file, which is in memory at a time
+EMBEDDINGS = {names.embedding for names in NAMES.values()}
+
+
+def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
+    """Return the pieces of ``random_pieces`` in one tensor."""
+    return torch.cat(list(random_pieces(spec, dtype, device)))
+
+
+def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
+    """Yield the rows of a random tensor, the same for every split of the model and every layout on one kind of device.
+
+    Norms are near one and all different, so that a mix-up shows. Embeddings have variance one, and other matrices keep
+    the variance of what they multiply.
+    """
+    is_embedding = spec.name in EMBEDDINGS  # a tied head too
+    name = "tok_embeddings.weight" if is_embedding else spec.parameter
+    for rows in replace(spec, interleaved_heads=0).row_chunks:
+        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
+        shape = (len(rows), *spec.shape[1:])
+        numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+        if len(shape) == 1:
+            yield numbers.mul_(0.1).add_(1)
+        else:
+            yield numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
+
+
+def random_state(
+    tensors_of: TensorsOf,
+    stored_dtype: str,
+    dtype: str,
+    device: str,
+    quantize: Quantization | None = None,
+    on_tensor: ProgressCallback = lambda _read, _made: None,
+    allocated: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without any file.
+
+    Numbers are drawn in ``stored_dtype``, and then converted or quantized. ``allocated`` is as in ``Checkpoint.load``.
+    """
+    state = dict(allocated or {})
+    for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
+        load_tensor(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
+        on_tensor(0, spec.num_bytes(dtype, quantize))
+    return state
 
 
 def write_random_checkpoint(
@@ -29,11 +76,12 @@ def write_random_checkpoint(
     layout: Layout,
     on_written: Callable[[int], None] = lambda _: None,
     part_bytes: int = PART_BYTES,
+    on_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Write configuration and weights; the model is the same in both layouts.
 
-    ``on_written`` is called with the bytes of each file's tensors. Raises ConfigError, and leaves nothing behind, if the
-    folder is not empty or its disk has too little space.
+    ``on_start`` is called before the first file, ``on_written`` with the bytes of each file's tensors. Raises ConfigError,
+    and leaves nothing behind, if the folder is not empty or its disk has too little space.
     """
     is_new = not folder.exists()
     try:
@@ -48,6 +96,7 @@ def write_random_checkpoint(
     try:
         if needed > free:
             raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
+        on_start()
         _write(folder, args, layout, parts, on_written)
     except BaseException:  # also Ctrl-C: half a checkpoint is useless and would block the next attempt
         for path in folder.iterdir():

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.workers.device.pinned_memory import PinnedTransfer
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.safetensors_file import TensorLocation, open_safetensors, read_header
 from tramontane.workers.weights.tensor_specs import TensorSpec
@@ -26,50 +26,31 @@ DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": 
 NUM_READERS = 4  # threads that read parts of one chunk: a single one is slower than the copy to the GPU
 MIN_PART_BYTES = 2**20  # worth a thread
 
-Wait = Callable[[], None]
-
-
-class TensorRows(Protocol):
-    """Rows of one tensor in order, interleaved heads sorted into halves. ``num_read`` counts the bytes that were read so far."""
-
-    num_read: int
-
-    def __iter__(self) -> Iterator[Tensor]: ...
-
-
-ReadRows = Callable[[Path, TensorSpec], TensorRows]
+ReadRows = Callable[[Path, TensorSpec], Iterator[Tensor]]  # yields the rows in order, interleaved heads sorted into halves
 
 
 @contextmanager
 def open_reader(device: str) -> Iterator[ReadRows]:
     """Yield a function that reads tensors for this device. All copies are complete when the block ends."""
     if torch.device(device).type != "cuda":
-        yield MmapRows
+        yield read_mapped_rows
         return
-    staging = PinnedStagingBuffers(GpuLane(device))
+    staging = PinnedStagingBuffers(torch.device(device), PinnedTransfer())
     try:
-        yield PinnedReader(staging).rows
+        yield PinnedReader(staging).read_rows
     finally:
         staging.close()
 
 
-class MmapRows:
-    """Rows in host memory, from a mapping of the file.
+def read_mapped_rows(path: Path, spec: TensorSpec) -> Iterator[Tensor]:
+    """Yield rows in host memory, from a mapping of the file.
 
     The file is opened for one chunk at a time: a mapping that stays open keeps every page that was read in the memory of
     this process.
     """
-
-    def __init__(self, path: Path, spec: TensorSpec) -> None:
-        self._path, self._spec = path, spec
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for rows in self._spec.row_chunks:
-            with open_safetensors(self._path, framework="pt") as file:
-                stored = file.get_slice(self._spec.name)[rows.start : rows.stop]
-                self.num_read += stored.nbytes
-                yield _deinterleave(stored, self._spec)
+    for rows in spec.row_chunks:
+        with open_safetensors(path, framework="pt") as file:
+            yield _deinterleave(file.get_slice(spec.name)[rows.start : rows.stop], spec)
 
 
 def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
@@ -79,41 +60,13 @@ def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
 # ---- from a file to a GPU
 
 
-class TransferLane(Protocol):
-    """Copies from buffers in host memory to a device; tests replace it."""
-
-    def new_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate a buffer in host memory, uint8 [num_bytes]."""
-
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        """Start to copy a part of such a buffer; return the copy, and a function that waits until the buffer is free again."""
-
-
-class GpuLane:
-    """Copies from pinned memory on the device's current stream; later work on the stream sees them complete."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-
-    def new_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate pinned memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        """Start to copy to the device."""
-        device_B = staged_B.to(self._device, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(self._device))
-        return device_B, copied.synchronize
-
-
 class PinnedStagingBuffers:
     """Two pinned buffers that are used alternately: reading into one waits only for the copy from two chunks ago."""
 
-    def __init__(self, lane: TransferLane) -> None:
-        self._lane = lane
+    def __init__(self, device: torch.device, transfer: PinnedTransfer) -> None:
+        self._device, self._transfer = device, transfer
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._waits: list[Wait] = [_no_wait] * 2
+        self._waits: list[Callable[[], None]] = [lambda: None] * 2
         self._turn = 0
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reading")
 
@@ -122,10 +75,11 @@ class PinnedStagingBuffers:
         turn, self._turn = self._turn, 1 - self._turn
         self._waits[turn]()
         if len(self._buffers[turn]) < num_bytes:
-            self._buffers[turn] = self._lane.new_buffer(num_bytes)
+            self._buffers[turn] = self._transfer.empty_pinned((num_bytes,), torch.uint8)
         staged_B = self._buffers[turn][:num_bytes]
         self._read(file, start, staged_B.numpy().data)
-        device_B, self._waits[turn] = self._lane.send(staged_B)
+        device_B = self._transfer.upload(staged_B, self._device)
+        self._waits[turn] = self._transfer.record(self._device)
         return device_B
 
     def close(self) -> None:
@@ -151,46 +105,33 @@ def _read_part(file: int, start: int, target: memoryview) -> None:
         start, target = start + num_bytes, target[num_bytes:]
 
 
-def _no_wait() -> None:
-    pass
-
-
-class PinnedRows:
-    """Rows on the device of ``staging``, where interleaved heads are sorted too."""
-
-    def __init__(self, path: Path, spec: TensorSpec, stored: TensorLocation, staging: PinnedStagingBuffers) -> None:
-        self._path, self._spec, self._stored, self._staging = path, spec, stored, staging
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240."""
-        dtype = DTYPES[self._stored.dtype]
-        row_bytes = self._spec.num_elements // self._spec.shape[0] * dtype.itemsize
-        try:
-            with self._path.open("rb") as file:
-                for rows in self._spec.row_chunks:
-                    start = self._stored.start + rows.start * row_bytes
-                    chunk_B = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
-                    self.num_read += chunk_B.nbytes
-                    yield _deinterleave(chunk_B.view(dtype).view(len(rows), *self._spec.shape[1:]), self._spec)
-        except EOFError as error:
-            raise CheckpointError(f"weights file {self._path} is damaged or truncated: it ends too soon") from error
-        except OSError as error:
-            raise CheckpointError(f"weights file {self._path} cannot be read: {error.strerror or error}") from error
-
-
 class PinnedReader:
-    """Reader of tensors through ``staging``. The header of each file is read once."""
+    """Reader of tensors through ``staging``, on whose device interleaved heads are sorted. Each file's header is read once."""
 
     def __init__(self, staging: PinnedStagingBuffers) -> None:
         self._staging = staging
         self._tensors: dict[Path, dict[str, TensorLocation]] = {}
 
-    def rows(self, path: Path, spec: TensorSpec) -> PinnedRows:
+    def read_rows(self, path: Path, spec: TensorSpec) -> Iterator[Tensor]:
         """Return the rows of a tensor. Raises CheckpointError if the file does not have it."""
         if path not in self._tensors:
             self._tensors[path] = read_header(path)
         stored = self._tensors[path].get(spec.name)
         if stored is None or stored.shape != spec.shape or stored.dtype not in DTYPES:
             raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {spec.shape} in {', '.join(DTYPES)}")
-        return PinnedRows(path, spec, stored, self._staging)
+        return self._chunks(path, spec, stored)
+
+    def _chunks(self, path: Path, spec: TensorSpec, stored: TensorLocation) -> Iterator[Tensor]:
+        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240."""
+        dtype = DTYPES[stored.dtype]
+        row_bytes = spec.num_elements // spec.shape[0] * dtype.itemsize
+        try:
+            with path.open("rb") as file:
+                for rows in spec.row_chunks:
+                    start = stored.start + rows.start * row_bytes
+                    chunk_B = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
+                    yield _deinterleave(chunk_B.view(dtype).view(len(rows), *spec.shape[1:]), spec)
+        except EOFError as error:
+            raise CheckpointError(f"weights file {path} is damaged or truncated: it ends too soon") from error
+        except OSError as error:
+            raise CheckpointError(f"weights file {path} cannot be read: {error.strerror or error}") from error

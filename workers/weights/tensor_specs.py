@@ -9,7 +9,6 @@ from math import prod
 
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
-from tramontane.proto.plan import ExpertId
 
 # Called for every loaded tensor with its bytes in the checkpoint (0 for random weights) and in memory.
 ProgressCallback = Callable[[int, int], None]
@@ -190,12 +189,6 @@ def stage_tensors(
         yield from layer_tensors(args, layer, layout, with_experts)
     if layers.stop == args.n_layers:
         yield from head_tensors(args, layout)
-
-
-def tensors_of_experts(args: ModelArgs, held: Iterable[ExpertId], layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
-    """Yield all tensors of an actor with these experts."""
-    for layer, expert in held:
-        yield from expert_tensors(args, layer, expert, layout)
 
 
 def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:

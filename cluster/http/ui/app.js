@@ -5,7 +5,7 @@ import { Experts } from "./experts.js";
 import { Pipeline } from "./pipeline.js";
 import { startPrompt } from "./prompt.js";
 import { fetchJson, key, Refused } from "./server.js";
-import { colours } from "./timeline.js";
+import { colors } from "./timeline.js";
 import { count, sentence } from "./words.js";
 
 const POLL_MS = 350;
@@ -19,7 +19,7 @@ const experts = new Experts(part("experts"));
 const pipelines = new Map();
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const page = { timer: 0, failures: 0, nextExperts: 0, updatedAt: 0, isPolling: false, hasModel: false, wantsKey: false, pausedAt: null };
-let colour = colours();
+let color = colors();
 
 async function poll() {
   clearTimeout(page.timer);
@@ -130,7 +130,7 @@ function animate(at) {
   if (calm.matches && at - lastDrawn < 1000) return; // with reduced motion one picture a second is drawn
   lastDrawn = at;
   const span = Number(document.querySelector("#span input:checked").value);
-  for (const pipeline of pipelines.values()) pipeline.draw(page.pausedAt ?? clock.now(), span, colour);
+  for (const pipeline of pipelines.values()) pipeline.draw(page.pausedAt ?? clock.now(), span, color);
 }
 
 part("key-form").addEventListener("submit", (event) => {
@@ -152,7 +152,7 @@ part("pause").addEventListener("click", () => {
   poll();
 });
 document.addEventListener("visibilitychange", poll);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colour = colours()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (color = colors()));
 startPrompt(askForKey);
 requestAnimationFrame(animate);
 poll();

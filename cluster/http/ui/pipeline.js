@@ -73,12 +73,12 @@ export class Pipeline {
     this.#part(".figures").replaceChildren(...tiles);
   }
 
-  draw(now, span, colour) {
+  draw(now, span, color) {
     this.#view = { begin: now - LATE_S - span, end: now - LATE_S };
     const { begin, end } = this.#view;
     const from = this.#part(".from");
     if (from.textContent !== `${span} s ago`) from.textContent = `${span} s ago`;
-    draw(this.canvas, this.batches.between(begin, end), this.#numStages, this.#view, this.#picked, colour);
+    draw(this.canvas, this.batches.between(begin, end), this.#numStages, this.#view, this.#picked, color);
   }
 
   #point(event) {

@@ -2,12 +2,12 @@
 
 const INSET = 7; // pixels between a block and its row's edge
 const SHORTEST = 1.5; // pixels of a block that took no time
-const LEAST = 0.22; // of a mixed block's height that either colour has
+const LEAST = 0.22; // of a mixed block's height that either color has
 const EVERY_S = [0.25, 0.5, 1, 2, 5, 10]; // seconds between lines of the grid
 const APART = 64; // pixels at least between two of those
 
-/** Reads the colours from the style sheet; they depend on the colour scheme. */
-export function colours() {
+/** Reads the colors from the style sheet; they depend on the color scheme. */
+export function colors() {
   const style = getComputedStyle(document.documentElement);
   const names = ["prefill", "decode", "idle", "grid", "ink"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
@@ -27,7 +27,7 @@ export function fitted(canvas) {
 }
 
 /** `view`: the times at both edges. `picked`: the micro-batch whose path is shown. */
-export function draw(canvas, batches, numStages, view, picked, colour) {
+export function draw(canvas, batches, numStages, view, picked, color) {
   const { context, width, height } = fitted(canvas);
   const place = {
     x: (time) => ((time - view.begin) / (view.end - view.begin)) * width,
@@ -35,28 +35,28 @@ export function draw(canvas, batches, numStages, view, picked, colour) {
     tall: height / numStages - 2 * INSET,
   };
   context.clearRect(0, 0, width, height);
-  context.fillStyle = colour.idle;
+  context.fillStyle = color.idle;
   for (let stage = 0; stage < numStages; stage++) context.fillRect(0, place.top(stage), width, place.tall);
-  drawGrid(context, view, width, height, place, colour);
+  drawGrid(context, view, width, height, place, color);
   for (const batch of batches) {
     context.globalAlpha = picked && batch !== picked ? 0.45 : 1;
-    for (const run of batch.runs) drawRun(context, batch, run, place, colour);
+    for (const run of batch.runs) drawRun(context, batch, run, place, color);
   }
   context.globalAlpha = 1;
-  if (picked) drawPath(context, picked, place, colour);
+  if (picked) drawPath(context, picked, place, color);
 }
 
-function drawGrid(context, view, width, height, place, colour) {
+function drawGrid(context, view, width, height, place, color) {
   const second = width / (view.end - view.begin);
   const every = EVERY_S.find((each) => each * second >= APART) ?? EVERY_S.at(-1);
-  context.fillStyle = colour.grid;
+  context.fillStyle = color.grid;
   for (let at = Math.ceil(view.begin / every) * every; at < view.end; at += every) {
     context.fillRect(Math.round(place.x(at)), 0, 1, height);
   }
 }
 
 /** Computing is solid; waiting for experts on other actors is pale. */
-function drawRun(context, batch, run, place, colour) {
+function drawRun(context, batch, run, place, color) {
   const left = place.x(run.begin);
   const wide = Math.max(place.x(run.end) - left, SHORTEST);
   const top = place.top(run.stage);
@@ -65,8 +65,8 @@ function drawRun(context, batch, run, place, colour) {
   const alpha = context.globalAlpha;
   const fill = (from, width, strength) => {
     context.globalAlpha = alpha * strength;
-    fillRounded(context, colour.prefill, [from, top, width, place.tall * share], share < 1 ? [1, 1, 0, 0] : [1]);
-    fillRounded(context, colour.decode, [from, top + place.tall * share, width, place.tall * (1 - share)], share ? [0, 0, 1, 1] : [1]);
+    fillRounded(context, color.prefill, [from, top, width, place.tall * share], share < 1 ? [1, 1, 0, 0] : [1]);
+    fillRounded(context, color.decode, [from, top + place.tall * share, width, place.tall * (1 - share)], share ? [0, 0, 1, 1] : [1]);
   };
   fill(left, wide * solid, 1);
   if (solid < 0.99) fill(left + wide * solid, wide * (1 - solid), 0.4);
@@ -74,10 +74,10 @@ function drawRun(context, batch, run, place, colour) {
 }
 
 /** `corners`: which corners are round, in CSS order. */
-function fillRounded(context, colour, [left, top, wide, tall], corners) {
+function fillRounded(context, color, [left, top, wide, tall], corners) {
   if (tall <= 0) return;
   const gap = wide > 4 ? 1 : 0; // separates blocks that touch
-  context.fillStyle = colour;
+  context.fillStyle = color;
   context.beginPath();
   context.roundRect(left, top, wide - gap, tall, corners.map((is) => is * Math.min(4, wide / 3)));
   context.fill();
@@ -88,8 +88,8 @@ export function prefillShare({ prefill, decodes }) {
   return Math.min(Math.max(prefill / (prefill + decodes), LEAST), 1 - LEAST);
 }
 
-function drawPath(context, batch, place, colour) {
-  context.strokeStyle = colour.ink;
+function drawPath(context, batch, place, color) {
+  context.strokeStyle = color.ink;
   context.lineWidth = 2;
   for (const run of batch.runs) {
     const left = place.x(run.begin);

@@ -128,7 +128,7 @@ def _check_exported(spec: PipelineSpec, stages: list[StageHealth], experts: list
 
 
 def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], float]:
-    """What Ray tells Prometheus of a counter of this pipeline's, by these tags."""
+    """What Ray reports to Prometheus of a counter of this pipeline's, by these tags."""
     port = ray.nodes()[0]["MetricsExportPort"]
     lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
     found = {}
@@ -141,7 +141,7 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
 
 @pytest.mark.parametrize(("link", "replicas", "kills"), [("object-store", 2, 1)])  # over the direct link: below
 def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int, kills: int) -> None:
-    """More of them, and how long anybody waits: ``make bench-expert-kills``."""
+    """More of them, and how long requests wait: ``make bench-expert-kills``."""
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     with _pipeline(folder, 2, 2, replicas, link) as (spec, chain):
@@ -151,7 +151,7 @@ def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link,
 
 
 def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folder: Path) -> None:
-    """First all that is asked of a layer goes to its experts 0 and 1, as far as the plan knows; then to the others."""
+    """First all tokens of a layer go to its experts 0 and 1, as far as the plan knows; then to the others."""
     ids = [ExpertId(layer, expert) for layer in range(4) for expert in range(4)]
     biased, otherwise = ({each: 100.0 if (each.expert < 2) == low else 1.0 for each in ids} for low in (True, False))
     first = expert_plan(ARGS, 3, None, biased)

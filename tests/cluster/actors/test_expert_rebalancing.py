@@ -36,7 +36,7 @@ def _write(path: Path, tokens: list[list[int]]) -> Path:
     return path
 
 
-def test_experts_move_while_a_stream_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_move_while_a_stream_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = complete(**BODY)["choices"][0]["text"]
     hot = [[1000, 1, 1000, 1, 1000, 1, 1, 1]] * 8
     load = _write(tmp_path / "load.json", hot)
@@ -56,7 +56,7 @@ def test_experts_move_while_a_stream_goes_on(tmp_path: Path, capsys: pytest.Capt
         each.start()
     has_begun.wait()
     app(["experts", "--url", URL, "--adopt", str(load)], standalone_mode=False)
-    assert not outcomes, "or nothing was asked while experts moved"
+    assert not outcomes, "or nothing was requested while experts moved"
     first = capsys.readouterr().out
     assert "experts were loaded on further actors, in 1 pipeline" in first
     assert not first.startswith("0 ")

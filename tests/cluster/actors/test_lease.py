@@ -53,7 +53,7 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
     assert book.next_epoch(floor=0) == 1002, "higher than every epoch before, whatever the clock says"
 
 
-def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
+def test_the_lease_of_a_holder_that_is_known_to_be_dead_need_not_expire() -> None:
     book = LeaseManager(TTL, now=0.0, recovered=Lease("a", 7))
     book.claim("b", now=0.1, current_yields=True)
     assert book.lease == Lease("b", 7)
@@ -247,7 +247,7 @@ def _contenders(names: str) -> Iterator[list["ActorHandle[Any]"]]:
 
 
 def _kill(actor: "ActorHandle[Any]", name: str, namespace: str | None = None) -> None:
-    """And wait until Ray knows that it is gone, and so that a lease of its is free."""
+    """And wait until Ray knows that it is dead, and so that a lease of its is free."""
     ray.kill(actor)
     with suppress(ValueError):
         while True:

@@ -27,12 +27,12 @@ CHAINS: dict[Link, type[ObjectStoreStageChain]] = {"object-store": ObjectStoreSt
 class _Computes:
     """Records by computing again."""
 
-    def capture(self, compute: Callable[[], object]) -> Callable[[], object]:
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], object]:
         return compute
 
 
 class _Reached:
-    """A mark of a device that has done what it was asked for."""
+    """An event of a device that has completed its work."""
 
     def wait(self) -> None: ...
 
@@ -54,7 +54,7 @@ class _OverlappedStage(StageActor):
         return StageWorker(loaded.plan, loaded.model, backend=backend)
 
     def _make_executor(self) -> Any:  # noqa: ANN401
-        from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
+        from tramontane.workers.stage.step_executor import OverlappedExecutor
 
         return OverlappedExecutor(self._wait_until_loaded(), 2)
 

@@ -26,22 +26,22 @@ class _Method:
         return self
 
     def remote(self, *_: object) -> _Ref:
-        self._stage.asked.append(self._name)
+        self._stage.requested.append(self._name)
         return _Ref(self._stage, self._name)
 
 
 class _Stage:
-    """Fenced once it has been looked at so often; ``stops``: it answers nothing once its fence was asked for."""
+    """Fenced once it has been looked at so often; ``stops``: it answers nothing once its fence was requested."""
 
     def __init__(self, looks: int = 0, *, stops: bool = False) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self._looks, self._stops = looks, stops
         self.interrupt, self.fence, self.health = (_Method(self, name) for name in ("interrupt", "fence", "health"))
 
     def answers(self, what: str) -> bool:
-        if self._stops and "fence" in self.asked:
+        if self._stops and "fence" in self.requested:
             return False
-        return what != "fence" or self.asked.count("health") >= self._looks
+        return what != "fence" or self.requested.count("health") >= self._looks
 
 
 class _Ray:
@@ -63,20 +63,20 @@ def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:  # noqa: ANN4
 def test_stages_that_are_fenced_at_once_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = _Stage(), _Stage()
     _fence(monkeypatch, *stages)
-    assert [stage.asked for stage in stages] == [["interrupt", "fence"]] * 2
+    assert [stage.requested for stage in stages] == [["interrupt", "fence"]] * 2
 
 
 def test_one_that_is_loading_is_waited_for_as_long_as_it_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = _Stage(looks=5)
     _fence(monkeypatch, _Stage(), loading)
-    assert loading.asked.count("health") == 5
+    assert loading.requested.count("health") == 5
 
 
 def test_one_that_stops_after_it_was_interrupted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = _Stage(stops=True)
     with pytest.raises(GetTimeoutError):
         _fence(monkeypatch, _Stage(), stopped)
-    assert stopped.asked.count("health") == 1
+    assert stopped.requested.count("health") == 1
 
 
 def test_a_stage_that_is_never_fenced_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``tramontane bench``: on a tiny engine in this process, and against doors without a network. Nothing here looks at a clock."""
+"""``tramontane bench``: on a tiny engine in this process, and against API servers without a network. No clock is used."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPla
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad
-from tramontane.cluster.console import plotting as pictures
+from tramontane.cluster.console import charts as pictures
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.engine.router import Router
@@ -198,8 +198,8 @@ def _stream(*events: dict[str, Any], done: bool = True) -> httpx.Response:
     return httpx.Response(200, content=body())
 
 
-def test_the_real_door_is_asked_for_exactly_the_work() -> None:
-    """The door's own usage is what is counted, and its vocabulary what prompts are made of."""
+def test_the_real_server_gets_exactly_the_workload() -> None:
+    """The server's own usage is what is counted, and its vocabulary what prompts are made of."""
     plan = tiny_plan(ARGS, num_stages=2, max_num_seqs=8)
     limits = SchedulerLimits(8, 32, 128, ARGS.vocab_size)
     requests = WORK.requests(0, ARGS.vocab_size)
@@ -221,8 +221,8 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
             max_body_bytes=2**16,
             writes_per_s=10**9,
         )
-        door = HttpApp(config)
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://ingress")
+        server = HttpApp(config)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://ingress")
         try:
             return await bench_online(client, WORK, LoadPattern(), RoundPlan(1, 1), BenchDisplay())
         finally:
@@ -266,7 +266,7 @@ def test_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "is_text"), [(None, True), (50, False)])
-def test_a_server_that_does_not_tell_its_vocabulary_gets_text(vocab_size: int | None, is_text: bool) -> None:
+def test_a_server_that_does_not_report_its_vocabulary_gets_text(vocab_size: int | None, is_text: bool) -> None:
     prompts: list[Any] = []
 
     async def answer(body: dict[str, Any]) -> httpx.Response:
@@ -279,7 +279,7 @@ def test_a_server_that_does_not_tell_its_vocabulary_gets_text(vocab_size: int | 
 
 
 def test_requests_do_not_wait_for_each_other() -> None:
-    """Nobody is answered before everybody has asked: a client that waits would wait for ever."""
+    """No request is answered before all have arrived: a client that waits would wait forever."""
     waiting = 0
     all_there = asyncio.Event()
 

@@ -67,7 +67,7 @@ def _round(slowness: float) -> Round:
     return Round([RequestTrace(0.0, 4, 4, (slowness,))])
 
 
-def test_rounds_that_warm_up_do_not_count_and_the_rest_are_told() -> None:
+def test_warmup_rounds_do_not_count_and_the_rest_are_reported() -> None:
     seen = []
 
     async def one(number: int) -> Round:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from batch_jobs import BatchHarness, new_batch_harness, requests
+from batch_jobs import LIMITS, BatchHarness, new_batch_harness, requests
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tramontane.cluster.cli import batch as batch_command
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli.batch import watch
 from tramontane.cluster.console import batch_client
@@ -28,6 +29,7 @@ from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
+from tramontane.router.batch.input_lines import JobLimits
 
 
 @dataclass
@@ -61,9 +63,11 @@ class Unreliable:
 
 
 @contextmanager
-def _server(place: BatchHarness, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
+def _server(
+    harness: BatchHarness, runs: bool, key: str | None = None, limits: JobLimits = LIMITS
+) -> Iterator[tuple[str, Unreliable]]:
     """Its URL. In a thread with an event loop of its own, where a runner works too."""
-    service = place.service()
+    service = harness.service(limits=limits)
     app = Unreliable(Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS), key=key)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
     ready = threading.Event()
@@ -74,7 +78,7 @@ def _server(place: BatchHarness, runs: bool, key: str | None = None) -> Iterator
             await asyncio.sleep(0.001)
         ready.set()
         if runs:
-            async with place.running(place.runner()):
+            async with harness.running(harness.runner()):
                 await serving
         await serving
 
@@ -86,7 +90,7 @@ def _server(place: BatchHarness, runs: bool, key: str | None = None) -> Iterator
     finally:
         server.should_exit = True
         thread.join()
-        place.close()
+        harness.close()
 
 
 @pytest.fixture
@@ -138,18 +142,35 @@ def test_what_an_earlier_command_got_is_kept(tmp_path: Path, tramontane: Callabl
     assert [line["custom_id"] for line in lines[2:]] == [f"r{i}" for i in range(2, 20)]
 
 
-def test_cancelling_and_looking(tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]) -> None:
+def test_cancel_and_status(tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
     with _server(new_batch_harness(tmp_path), runs=False) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url, "--any-order").strip()
         assert "validating: 3 lines" in tramontane("status", job_id, "--url", url)
         assert "cancelling: 3 lines, 0 answered, 0 cancelled or with an error" in tramontane("cancel", job_id, "--url", url)
+        assert json.loads(tramontane("cancel", job_id, "--url", url, "--json"))["status"] == "cancelling"
         assert json.loads(tramontane("status", job_id, "--url", url, "--json"))["status"] == "cancelling"
         assert "there is no batch job" in refused("batch", "status", "batch_x", "--url", url)
         assert "endpoint" in refused("batch", "submit", tmp_path / "in.jsonl", "--endpoint", "/x", "--url", url)
 
 
-def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
+@pytest.mark.parametrize("as_json", [False, True])
+def test_cancelling_a_job_that_has_ended_says_so(tmp_path: Path, tramontane: Callable[..., str], as_json: bool) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    notes: list[str] = []
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, _), pytest.MonkeyPatch.context() as patch:
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        tramontane("watch", job_id, "--url", url)
+        patch.setattr(batch_command.console, "print", lambda text, **_: notes.append(text))
+        shown = tramontane("cancel", job_id, "--url", url, *(["--json"] if as_json else []))
+    assert notes == ["nothing was cancelled: the job had already ended, as completed"]
+    if as_json:
+        assert json.loads(shown)["status"] == "completed"
+    else:
+        assert shown == f"{job_id} completed: 3 lines, 3 answered, 0 with an error\n"
+
+
+def test_a_file_of_bad_lines_only_is_reported_at_once(
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3).replace(b"completions", b"embeddings"))
@@ -192,8 +213,8 @@ def test_a_line_that_was_cut_is_written_once() -> None:
     assert stream.getvalue() == b"one\ntwo\nthree\n"
 
 
-def test_results_outlive_a_server_that_is_gone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing but results has been asked for before."""
+def test_results_survive_a_server_that_is_down_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing but results has been requested before."""
     monkeypatch.setattr(batch_client, "time", SimpleNamespace(sleep=lambda _seconds: None, monotonic=lambda: 0.0))
     notices: list[str] = []
     stream = io.BytesIO()
@@ -219,10 +240,23 @@ def test_results_outlive_a_server_that_is_gone_for_a_while(monkeypatch: pytest.M
     assert any("trying again for up to 10 minutes" in notice for notice in notices)
 
 
-def test_a_url_at_which_nothing_answers_is_told_with_what_to_do(refused: Callable[..., str]) -> None:
+def test_a_url_at_which_nothing_answers_is_reported_with_what_to_do(refused: Callable[..., str]) -> None:
     complaint = refused("batch", "results", "batch_x", "--url", "http://127.0.0.1:1", code=1)
     assert complaint.startswith("nothing answers at --url http://127.0.0.1:1")
     assert "is tramontane serve running there?" in complaint
+
+
+@pytest.mark.parametrize(("below", "message"), [("", " is a folder; give a file"), ("/none/out", ": there is no folder {}/none")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_server_is_called(
+    tmp_path: Path, refused: Callable[..., str], below: str, message: str
+) -> None:
+    output = f"{tmp_path}{below}"
+    complaint = refused("batch", "results", "batch_x", "-o", output, "--url", "http://127.0.0.1:1")
+    assert complaint == f"--output {output}{message.format(tmp_path)}"
+
+
+def test_a_list_of_no_jobs_is_refused(refused: Callable[..., str]) -> None:
+    assert "--limit" in refused("batch", "list", "--limit", "0")
 
 
 def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_left(
@@ -253,7 +287,7 @@ def test_a_list_is_not_cut(tmp_path: Path, tramontane: Callable[..., str], monke
     ]
 
 
-def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
+def test_a_key_is_sent_and_a_wrong_one_is_reported_at_once(
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     (tmp_path / "keys").write_text("# ours\nsesame-and-more-of-it\n")
@@ -264,8 +298,21 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
         assert "requires an API key; give --api-key-file or --api-key" in refused("batch", "list", "--url", url)
 
 
-@pytest.mark.parametrize(("statuses", "is_patient"), [([429] * 200 + [200], True), ([503] * 200 + [200], False)])
-def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuses: list[int], is_patient: bool) -> None:
+def test_full_storage_is_not_waited_for(tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]) -> None:
+    """Only the user can make room, so the command ends with what the server says."""
+    (tmp_path / "in.jsonl").write_bytes(requests(100))
+    size = len(requests(100))
+    limits = replace(LIMITS, max_stored_bytes=int(2.5 * size))
+    with _server(new_batch_harness(tmp_path), runs=False, limits=limits) as (url, server):
+        tramontane("submit", tmp_path / "in.jsonl", "--url", url)
+        before = len(server.paths)
+        complaint = refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
+        assert f"and at most {int(2.5 * size)} may be stored (--jobs-max-bytes); delete files" in complaint
+        assert len(server.paths) == before + 1
+
+
+@pytest.mark.parametrize(("statuses", "is_waited_for"), [([429] * 200 + [200], True), ([503] * 200 + [200], False)])
+def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuses: list[int], is_waited_for: bool) -> None:
     """Longer than a server that cannot answer."""
     now, answers = 0.0, iter(statuses)
 
@@ -277,6 +324,6 @@ def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuse
     with batch_client.BatchClient("http://127.0.0.1:1", {}, lambda _notice: None) as client:
         mock = httpx.MockTransport(lambda _request: httpx.Response(next(answers), json={"id": "batch_x"}))
         client._http = httpx.Client(transport=mock, base_url="http://127.0.0.1:1")
-        with nullcontext() if is_patient else pytest.raises(PipelineError, match="does not answer"):
+        with nullcontext() if is_waited_for else pytest.raises(PipelineError, match="does not answer"):
             assert client.get("batch_x")["id"] == "batch_x"
     assert now > batch_client.RETRY_TIMEOUT_S

@@ -211,7 +211,7 @@ HUGGING_FACE = {
         _hf(num_experts_per_tok=9), "config.json", "9 experts per token cannot be chosen from 4"
     ),
     "weights of another type": Way(_hf(dtype="int8"), "config.json", "weights of type int8 are not supported"),
-    "a quantised checkpoint": Way(
+    "a quantized checkpoint": Way(
         _hf(quantization_config={"quant_method": "awq"}), "config.json", "quantized checkpoints are not supported"
     ),
     "a truth that is text": Way(_hf(tie_word_embeddings="false"), "config.json", "tie_word_embeddings is 'false'"),

@@ -91,7 +91,33 @@ def test_answers_are_what_the_model_says_to_the_conversation(
 
 def test_without_json_the_answers_alone_are_printed(chat: Chat) -> None:
     answers = _answers(chat("The", "It", flags=("--json",))[1])
-    assert chat("The", "It")[1] == "".join(f"{answer['text']}\n" for answer in answers)
+    assert chat("The", "It")[1] == "\n".join(f"{answer['text']}\n" for answer in answers), "a blank line is between them"
+
+
+def test_help_lists_the_commands_and_is_not_sent_to_the_model(chat: Chat) -> None:
+    code, out, err = chat("/help", "The", "/help", flags=("--json",))
+    assert (code, len(_answers(out))) == (0, 1)
+    notes = [line for line in err.splitlines() if line.startswith("note: Ctrl-D")]
+    assert len(notes) == 2
+    assert all(command in notes[0] for command in ("/exit", "/reset", "/help"))
+    assert _answers(out) == _answers(chat("The", flags=("--json",))[1])
+
+
+@pytest.mark.parametrize("line", ["/clear", "/set temperature 0", "/?", "/", "/Exit", "/exit now"])
+def test_an_unknown_command_is_answered_with_those_that_exist(chat: Chat, line: str) -> None:
+    """By pipe it ends the conversation, as every message does that cannot be answered."""
+    code, out, err = chat("The", line, "The", flags=("--json",))
+    assert (code, len(_answers(out))) == (2, 1)
+    assert err.splitlines()[-1] == (
+        f"error: there is no command {line!r}; commands are /exit, /reset and /help; "
+        "to send such a line as a message, begin it with a space"
+    )
+
+
+@pytest.mark.parametrize("line", ["/usr/bin is a folder", " /clear", "a /clear", "//", "/2+2"])
+def test_a_message_may_begin_with_a_slash(chat: Chat, line: str) -> None:
+    code, out, err = chat(line, flags=("--json",))
+    assert (code, len(_answers(out))) == (0, 1), err
 
 
 def test_reset_forgets_what_was_said(chat: Chat) -> None:
@@ -101,7 +127,7 @@ def test_reset_forgets_what_was_said(chat: Chat) -> None:
     assert third["prompt_tokens"] > first["prompt_tokens"]
 
 
-def test_a_long_conversation_goes_on_and_says_what_it_forgets(chat: Chat) -> None:
+def test_a_long_conversation_continues_and_reports_what_it_forgets(chat: Chat) -> None:
     code, out, err = chat(*(["The quick brown fox jumps"] * 6), flags=("--json",))
     assert code == 0, err
     assert max(answer["prompt_tokens"] for answer in _answers(out)) <= 160 - 8
@@ -117,7 +143,7 @@ def test_a_line_that_cannot_be_answered_ends_it(chat: Chat) -> None:
     assert (code, err.splitlines()[-1]) == (2, "error: line 2 of standard input is not valid UTF-8")
 
 
-def test_exit_ends_it_and_what_cannot_be_asked_is_refused_before_anything_starts(chat: Chat) -> None:
+def test_exit_ends_it_and_an_invalid_system_message_is_refused_before_anything_starts(chat: Chat) -> None:
     assert len(_answers(chat("The", "/exit", "It", flags=("--json",))[1])) == 1
     code, _, err = chat("The", flags=("--system", "a\udcff"))
     assert (code, err.splitlines()[-1]) == (2, "error: the text is not valid Unicode")
@@ -187,6 +213,9 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: 
     os.write(terminal, b"\x03")
     wait_for(PROMPT)
     os.write(terminal, b"/reset\r")
+    wait_for(PROMPT)
+    os.write(terminal, b"/clear\r")
+    wait_for(b"there is no command")
     wait_for(PROMPT)
     os.write(terminal, b"\x04")
     try:

@@ -15,6 +15,7 @@ import pytest
 import ray
 import typer
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.pipeline import engine as launch
@@ -42,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--max-tokens", "0"], ["max_tokens", "0"]),
-        (["--max-tokens=-3"], ["max_tokens", "-3"]),
+        (["--max-tokens", "0"], ["--max-tokens is 0"]),
+        (["--max-tokens=-3"], ["--max-tokens is -3"]),
         (["--max-tokens", "many"], ["--max-tokens", "integer"]),
         (["--max-tokens", "1.5"], ["--max-tokens", "integer"]),
         (["--max-tokens"], ["--max-tokens", "requires"]),
@@ -51,11 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--temperature", "nan"], ["temperature", "nan"]),
         (["--temperature", "inf"], ["temperature", "inf"]),
         (["--temperature", "warm"], ["--temperature", "number"]),
-        (["--top-p", "0"], ["top_p", "0.0"]),
-        (["--top-p", "1.01"], ["top_p", "1.01"]),
-        (["--top-p=-1"], ["top_p", "-1"]),
-        (["--top-p", "nan"], ["top_p", "nan"]),
-        (["--top-k=-1"], ["top_k", "-1"]),
+        (["--top-p", "0"], ["--top-p is 0.0"]),
+        (["--top-p", "1.01"], ["--top-p is 1.01"]),
+        (["--top-p=-1"], ["--top-p is -1"]),
+        (["--top-p", "nan"], ["--top-p is nan"]),
+        (["--top-k=-1"], ["--top-k is -1"]),
         (["--top-k", "ten"], ["--top-k", "integer"]),
         (["--seed", str(2**63)], ["seed", str(2**63), "64 bits"]),
         (["--seed", "x"], ["--seed", "integer"]),
@@ -99,6 +100,35 @@ def test_a_model_without_experts_has_none_to_show(refused: Refused, tmp_path: Pa
 
 def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
     assert "serf" in refused("serf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "No such command 'nothing'; see tramontane --help"),
+        (["plan"], "Missing option '--model'; see tramontane plan --help"),
+        (["batch"], "Missing command; see tramontane batch --help"),
+        (["batch", "status"], "Missing argument 'ID'; see tramontane batch status --help"),
+        (["chat", "hello"], "Got unexpected extra argument(s) (hello); see tramontane chat --help"),
+        (["serve", "--local"], "No such option: --local; see tramontane serve --help"),
+        (["plan", "--model"], "Option '--model' requires an argument."),
+    ],
+)
+def test_a_wrong_command_line_is_answered_with_where_to_look(refused: Refused, arguments: list[str], message: str) -> None:
+    assert refused(*arguments) == message
+
+
+@pytest.mark.parametrize("words", [(), ("plan",), ("batch",), ("batch", "list")], ids=" ".join)
+def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
+    long, short = (CliRunner().invoke(cli.app, [*words, form]) for form in ("--help", "-h"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    command = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "config"]
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (run.returncode, run.stderr) == (1, b"error: the output cannot be written: No space left on device\n")
 
 
 # ---- the configuration file
@@ -272,7 +302,7 @@ def test_more_threads_than_can_be_counted(refused: Refused, model: Path) -> None
 
 @pytest.mark.parametrize("local", [["--local"], []])
 def test_more_threads_than_cores(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would believe any number of cores that it is told to have."""
+    """Ray would believe any number of cores that it is given."""
     monkeypatch.setattr(launch, "probe_local", lambda: Hardware(node_cpus=(2,), node_memory=(2**30,)))
     message = refused("generate", "--model", model, *local, "--threads-per-stage", "3", "The")
     assert message == "--threads-per-stage is 3, but no machine here has more cores than 2; use at most 2, or leave it out"
@@ -298,7 +328,7 @@ def test_a_cluster_that_cannot_be_joined_is_named(
     )
 
 
-def test_a_port_where_nobody_listens_is_named(refused: Refused, model: Path) -> None:
+def test_a_port_without_a_listener_is_named(refused: Refused, model: Path) -> None:
     message = refused("generate", "--model", model, "--address", "127.0.0.1:1", "The")
     assert "127.0.0.1:1" in message
     assert "refused" in message
@@ -337,7 +367,7 @@ def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
 @pytest.mark.parametrize(
     ("arguments", "stdin", "expected"),
     [
-        (["--max-tokens", "0", "The"], b"", "max_tokens is 0; it must be at least 1"),
+        (["--max-tokens", "0", "The"], b"", "--max-tokens is 0; it must be at least 1"),
         (["--model", "nowhere", "The"], b"", "nowhere is neither a folder nor a published geometry"),
         ([], b"", "there is no prompt"),
     ],
@@ -362,7 +392,7 @@ def test_in_a_process_of_its_own(arguments: list[str], stdin: bytes, expected: s
         (["--jobs-url-prefixes", "/data"], ["is not a prefix of URLs"]),
     ],
 )
-def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(
+def test_where_jobs_cannot_be_stored_is_reported_before_anything_starts(
     tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: list[str]
 ) -> None:
     def checked(_config: object) -> NoReturn:
@@ -383,3 +413,17 @@ def test_help_shows_no_value_where_there_is_none_to_give() -> None:
     flags = [option for option in _options(typer.main.get_command(cli.app)) if getattr(option, "is_flag", False)]
     assert {"json", "as_json", "any_order", "watch", "local", "move_experts", "calibrate"} <= {each.name for each in flags}
     assert [each.name for each in flags if each.metavar != ""] == []
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in cli.COMMANDS), ("batch", "list")], ids=" ".join)
+def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "200"}).stdout
+    assert "--help" in shown
+    assert "bool" not in shown
+
+
+@pytest.mark.parametrize(("switch", "expected"), [("--no-local", "false"), ("--local", "true")])
+def test_a_switch_overrides_a_file_in_either_direction(tmp_path: Path, switch: str, expected: str) -> None:
+    (file := tmp_path / "file.yaml").write_text(f"local: {'false' if expected == 'true' else 'true'}\n")
+    shown = CliRunner().invoke(cli.app, ["config", "--config", str(file), switch]).stdout
+    assert re.search(f"^local: {expected} +# {switch}$", shown, re.MULTILINE), shown

@@ -146,7 +146,7 @@ def test_pipelines_want_machines_of_their_own_each(tmp_path: Path) -> None:
     stage = document["available_node_types"]["stage"]
     assert (stage["min_workers"], stage["node_config"]["InstanceType"]) == (8, "mine.large")
     config = _serve_config(document, tmp_path)
-    assert (config.replicas, config.gpu_memory) == (2, None), "the GPUs themselves are asked"
+    assert (config.replicas, config.gpu_memory) == (2, None), "the GPUs themselves are queried"
 
 
 def test_hosts_are_as_many_as_stages_or_one_more(tmp_path: Path) -> None:
@@ -200,16 +200,26 @@ def test_a_model_that_fits_no_machine_is_refused_with_the_ways_out(tmp_path: Pat
         _written(tmp_path / "file.yaml", "--provider", "aws", "--model", "mixtral-8x7b", "--stages", "1")
 
 
-def test_a_cloud_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_cloud_is_named(tmp_path: Path) -> None:
     with pytest.raises(typer.TyperException):
         _written(tmp_path / "file.yaml", "--provider", "mars", *MIXTRAL)
 
 
-def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
+def test_files_of_another_origin_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("cluster_name: mine\n")
     with pytest.raises(ConfigError, match="was not written by this command"):
         _written(tmp_path / "mine.yaml", *LOCAL)
     assert (tmp_path / "mine.yaml").read_text() == "cluster_name: mine\n"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.yaml was not written by this command"):
+        _written(tmp_path / "binary.yaml", *LOCAL)
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/none/file.yaml: there is no folder {tmp_path}/none"):
+        _written(tmp_path / "none" / "file.yaml", *LOCAL)
+    with pytest.raises(ConfigError, match=r"--out /proc/file\.yaml cannot be written: No such file"):
+        _written(Path("/proc/file.yaml"), *LOCAL)
 
 
 def test_the_documentation_has_every_option() -> None:

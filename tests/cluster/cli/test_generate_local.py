@@ -100,7 +100,7 @@ def test_blank_lines_of_standard_input_are_skipped(generate: Generate) -> None:
 
 
 def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a pipe that nobody closes, as under cron or ssh. The help says so."""
+    """It may be a pipe that is never closed, as under cron or ssh. The help says so."""
 
     def refuse() -> NoReturn:
         raise AssertionError("standard input was read")
@@ -115,7 +115,7 @@ def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:
     assert generate(PROMPTS[0]).out == _blocks(generate("--json", PROMPTS[0]))
 
 
-def test_json_tells_everything(generate: Generate) -> None:
+def test_json_has_everything(generate: Generate) -> None:
     run = generate("--json", "--stages", "2", *PROMPTS)
     assert run.out.count("\n") == 1, "one line"
     assert set(run.json) == {"completions", "stages", "bubble", "tokens_per_s", "ready_after_s", "first_token_after_s"}
@@ -132,11 +132,11 @@ def test_json_tells_everything(generate: Generate) -> None:
     assert run.json["ready_after_s"] <= run.json["first_token_after_s"]
 
 
-def test_the_documentation_names_all_that_json_tells(generate: Generate) -> None:
+def test_the_documentation_names_all_fields_of_json(generate: Generate) -> None:
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
     table = page.split("### JSON output")[1].split("\n## ")[0]
-    told = generate("--json", "It").json
-    for name in (*told, *told["completions"][0], *told["stages"][0]):
+    reported = generate("--json", "It").json
+    for name in (*reported, *reported["completions"][0], *reported["stages"][0]):
         assert f"`{name}`" in table
 
 
@@ -174,7 +174,7 @@ def test_the_number_of_stages_changes_nothing(generate: Generate) -> None:
 
 
 def test_random_weights_need_only_the_configuration_and_the_tokenizer(generate: Generate, model: Path, tmp_path: Path) -> None:
-    """And their loading is told, as that of any others."""
+    """Their loading is reported, as that of any others."""
     stored, bare = tmp_path / "stored", tmp_path / "bare"
     write_random_checkpoint(stored, ARGS, Layout.HUGGING_FACE)  # Mistral's would end answers at its end of sequence
     bare.mkdir()
@@ -184,8 +184,8 @@ def test_random_weights_need_only_the_configuration_and_the_tokenizer(generate: 
     runs = [generate("--json", "--load-format", "dummy", "--model", str(bare), "--stages", n, *PROMPTS) for n in "124"]
     for run in runs:
         assert run.token_ids == expected.token_ids
-        told = [line[:10] for line in run.err.splitlines() if line.startswith("loaded ")]
-        assert told == ["loaded 25%", "loaded 50%", "loaded 75%"]
+        reported = [line[:10] for line in run.err.splitlines() if line.startswith("loaded ")]
+        assert reported == ["loaded 25%", "loaded 50%", "loaded 75%"]
 
 
 @pytest.mark.parametrize("flags", [["--stages", "1"], ["--stages", "3", "--max-num-batched-tokens", "5", "--page-size", "4"]])
@@ -209,7 +209,7 @@ def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:
 
 
 def test_answers_that_the_context_ends_are_counted(generate: Generate) -> None:
-    """On one line, however narrow the terminal; an answer that is as long as was asked for is none of them."""
+    """On one line, however narrow the terminal; an answer that is as long as was requested is none of them."""
     run = generate("--json", "--max-model-len", "64", "--max-tokens", "60", *PROMPTS)
     short = sorted(map(len, run.token_ids))
     assert short.pop() == 60
@@ -239,12 +239,12 @@ def test_json_has_the_experts_of_a_layer(generate: Generate, model: Path) -> Non
     """Those of the prompts and of all new tokens but the last, which never goes into the model."""
     weights = random_model(ARGS).state_dict()
     run = generate("--json", "--show-experts", "2", "--stages", "2", "--max-num-batched-tokens", "5", *PROMPTS)
-    assert run.json["completions"] != generate("--json", *PROMPTS).json["completions"], "nobody else is told"
+    assert run.json["completions"] != generate("--json", *PROMPTS).json["completions"], "no other pipeline uses it"
     for completion in run.json["completions"]:
         prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(completion["prompt"]))
         assert len(completion["prompt_experts"]["2"]) == len(prompt_ids)
-        told = {2: completion["prompt_experts"]["2"] + completion["experts"]["2"]}
-        assert_best_experts(weights, ARGS, prompt_ids + completion["token_ids"][:-1], told)
+        reported = {2: completion["prompt_experts"]["2"] + completion["experts"]["2"]}
+        assert_best_experts(weights, ARGS, prompt_ids + completion["token_ids"][:-1], reported)
 
 
 def test_without_a_terminal_the_text_is_plain_and_a_note_says_so(generate: Generate) -> None:
@@ -309,8 +309,8 @@ def test_one_prompt_in_a_terminal_is_plain_text(generate: Generate) -> None:
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
 
-def _coloured(text: str) -> list[tuple[str, str | None]]:
-    """Every character, with the colours that it has."""
+def _colored(text: str) -> list[tuple[str, str | None]]:
+    """Every character, with its colors."""
     characters: list[tuple[str, str | None]] = []
     plain, *rest = re.split(SGR, text)
     characters += [(char, None) for char in plain]
@@ -321,14 +321,14 @@ def _coloured(text: str) -> list[tuple[str, str | None]]:
 
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("given", [PROMPTS, PROMPTS[3:], ["two\n\tlines\n"]])
-def test_in_a_terminal_every_token_has_its_experts_colour(
+def test_in_a_terminal_every_token_has_its_experts_color(
     generate: Generate, model: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
     """A character of several tokens that of the last; the last token none. Otherwise it is the text, character by character."""
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("COLUMNS", "30")
     tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
-    colours = TokenColors(3, 4)
+    colors = TokenColors(3, 4)
     expected: list[tuple[str, str | None]] = []
     for completion in generate("--json", "--show-experts", "3", *given).json["completions"]:
         expected += [("\n", None)] * bool(expected)
@@ -336,20 +336,20 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
         parts = tokenizer.encode(completion["prompt"]), completion["token_ids"]
         pieces = [decoder.push(token_id) for decoder, ids in zip(decoders, parts, strict=True) for token_id in ids]
         for piece, ids in zip(pieces, completion["prompt_experts"]["3"] + completion["experts"]["3"], strict=False):
-            codes = _coloured(colours.style(ids[0]).render("x"))[0][1]
+            codes = _colored(colors.style(ids[0]).render("x"))[0][1]
             expected += [(char, None if char == "\n" else codes) for char in piece.translate(STRIP_CONTROL)]
         expected += [(char, None) for char in (pieces[-1] + decoders[1].finish()).translate(STRIP_CONTROL) + "\n"]
     run = generate("--show-experts", "3", *given, terminal=True)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Zhl]|\x1b\[2K", "", run.out)
-    assert _coloured(shown)[-len(expected) :] == expected
+    assert _colored(shown)[-len(expected) :] == expected
     assert _screen(run.out) == _screen("".join(char for char, _ in expected))
     assert len({codes for _, codes in expected}) > 2
 
 
-def test_every_expert_has_a_colour_of_its_own() -> None:
+def test_every_expert_has_a_color_of_its_own() -> None:
     for num_experts in (1, 2, 8, 64):
-        colours = TokenColors(0, num_experts)
-        assert len({colours.style(expert) for expert in range(num_experts)}) == num_experts
+        colors = TokenColors(0, num_experts)
+        assert len({colors.style(expert) for expert in range(num_experts)}) == num_experts
 
 
 def _forced_terminal(display: Display) -> Display:

@@ -167,14 +167,28 @@ def test_the_documentation_has_every_option() -> None:
     assert [name for name in options if f"`{name}`" not in table and name != "--help"] == []
 
 
-def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
+def test_files_of_another_origin_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text("resources: []\n")
     with pytest.raises(ConfigError, match=r"kustomization\.yaml was not written by this command"):
         _written(tmp_path, *MIXTRAL, "--stages", "4")
     assert [path.name for path in tmp_path.iterdir()] == ["kustomization.yaml"]
 
 
-def test_written_again_a_model_that_is_gone_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("below", "message"), [("", "is a file; give a folder"), ("/x", "cannot be written: Not a directory")])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, below: str, message: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError) as refused:
+        app(["k8s", *MIXTRAL, "--stages", "4", "--out", f"{tmp_path}/file{below}"], standalone_mode=False)
+    assert str(refused.value) == f"--out {tmp_path}/file{below} {message}"
+
+
+def test_a_file_that_is_no_text_stays(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"kustomization\.yaml was not written by this command"):
+        _written(tmp_path, *MIXTRAL, "--stages", "4")
+
+
+def test_files_of_a_model_that_is_removed_are_removed(tmp_path: Path) -> None:
     _written(tmp_path, *MIXTRAL, "--stages", "4")
     assert set(_written(tmp_path, "--cpu", "--stages", "2", "--gpu-memory", "1GiB")) == {
         *("kustomization", "rayservice", "disruption-budget")

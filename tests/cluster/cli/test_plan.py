@@ -36,7 +36,7 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 
 def plan(model: str, gpu_memory: str, **options: Any) -> None:  # noqa: ANN401
     """Runs ``tramontane plan`` with these options; one that is None is not given."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value not in (None, True)]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None and value is not True]
     switches = [f"--{name}" for name, value in options.items() if value is True]
     app(["plan", "--model", model, "--gpu-memory", gpu_memory, *words, *switches], standalone_mode=False)
 
@@ -140,7 +140,7 @@ def test_a_file_of_the_engines_keys_is_of_as_many_gpus(tmp_path: Path, capsys: p
         ({"gpu_memory": "24GiB,24GiB", "gpus": 3}, "--gpus is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
-        ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is for 0 GPUs"),
+        ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is 0; it must be at least 1 and at most 16384"),
         ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3': input should be 'auto'"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
 
 
 @pytest.mark.parametrize("wanted", Quantization)
-def test_quantised_weights_are_planned_and_said(wanted: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_weights_are_planned_and_shown(wanted: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
     half, byte = (_planned(capsys, "mistral-7b-v0.1", "24GiB", quantize=quantize) for quantize in (None, wanted))
     assert (half["quantize"], byte["quantize"]) == (None, wanted)
     assert 0.5 < byte["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
@@ -173,7 +173,7 @@ def test_quantised_weights_are_planned_and_said(wanted: Quantization, capsys: py
     assert f"in bfloat16, weights in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
 
 
-def test_quantising_is_a_way_out_where_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantization_is_suggested_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PlanError, match=r"or --quantize int8$"):
         plan("mixtral-8x7b", "24GiB", gpus=3)
     assert len(_planned(capsys, "mixtral-8x7b", "24GiB", gpus=3, quantize=Quantization.INT8)["stages"]) == 3
@@ -183,7 +183,7 @@ def test_quantising_is_a_way_out_where_it_is_one(capsys: pytest.CaptureFixture[s
         assert "--quantize" not in str(refused.value)
 
 
-def test_a_quantisation_that_does_not_exist_is_named() -> None:
+def test_an_unknown_quantization_is_named() -> None:
     with pytest.raises(ConfigError) as refused:
         app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", "--quantize", "int4"], standalone_mode=False)
     message = str(refused.value)
@@ -208,8 +208,8 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
     """Within 2 percent: tables of sequences and buffers are not counted."""
     args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
-    rooms = (StageBudget(GIB),) * 2
-    for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
+    budgets = (StageBudget(GIB),) * 2
+    for stage in make_plan(args, PlanRequest(budgets, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
         worker = StageWorker.load(stage, tmp_path / "model")
         held = [*worker.model.parameters(), *worker.model.buffers()]
         if quantize:
@@ -229,13 +229,13 @@ def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     """Within 2 percent; and none of the stages holds anything of an expert."""
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
-    room = StageBudget(GIB)
-    request = PlanRequest((room, room), dtype, args.max_seq_len, 8, 16, quantize=quantize, experts_inside=False)
+    budget = StageBudget(GIB)
+    request = PlanRequest((budget, budget), dtype, args.max_seq_len, 8, 16, quantize=quantize, experts_inside=False)
     for stage in make_plan(args, request).stages:
         state = StageWorker.load(stage, tmp_path / "model").model.state_dict()
         assert not [name for name in state if "expert" in name]
         assert _allocated_as_plain(list(state.values())) == pytest.approx(stage.weight_bytes, rel=0.02)
-    plan = plan_experts(args, ExpertRequest((room,) * 3, dtype, quantize, replicas=2))
+    plan = plan_experts(args, ExpertRequest((budget,) * 3, dtype, quantize, replicas=2))
     for actor in plan.actors:
         worker = ExpertWorker.load(plan, actor.actor_id, tmp_path / "model")
         assert worker.loaded_experts == set(actor.experts)
@@ -285,15 +285,62 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
 def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Promised one after the other, as the router does it."""
     plan(model, "40GiB", gpus=3, max_num_seqs=512, json=True)
-    told = json.loads(capsys.readouterr().out)
-    cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in told["pages"]))
-    assert told["sequences"]
-    for each in told["sequences"]:
-        ledger = PageAllocator(cache)
+    reported = json.loads(capsys.readouterr().out)
+    cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in reported["pages"]))
+    assert reported["sequences"]
+    for each in reported["sequences"]:
+        allocator = PageAllocator(cache)
         alike = [Sequence(i, (1,) * each["tokens"], SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
-        assert ledger.num_fitting(alike) == each["num_seqs"]
-        alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
+        assert allocator.num_fitting(alike) == each["num_seqs"]
+        alone = [s["num_seqs"] for stage in reported["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
         assert each["num_seqs"] <= min(alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "options", "in_slots", "longer"),
+    [
+        ("mistral-7b-v0.1", "80GiB", {"gpus": 4}, (64, 32768), {}),
+        ("mistral-7b-v0.3", "24GiB", {"gpus": 1}, (64, 1024), {8192: 8, 32768: 2}),
+        ("mixtral-8x22b", "80GiB", {"gpus": 4}, (64, 1840), {8192: 14, 32768: 3, 65536: 1}),
+        ("mixtral-8x22b", "80GiB", {"gpus": 4, "max_num_seqs": 1}, (1, 65536), {}),
+        ("ministral-8b", "24GiB", {"gpus": 3, "max_num_seqs": 20}, None, None),
+    ],
+)
+def test_the_bound_on_concurrent_sequences_is_named(
+    model: str,
+    memory: str,
+    options: dict[str, Any],
+    in_slots: tuple[int, int] | None,
+    longer: dict[int, int] | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slots, or pages for sequences longer than a slot's share of them; the page allocator admits just these."""
+    data = _planned(capsys, model, memory, **options)
+    plan(model, memory, **options)
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = re.match(r"at once: (\d+) sequences? of up to (\d+) tokens, one per slot \(--max-num-seqs\); ", line)
+    assert found, line
+    num_slots, length = map(int, found.groups())
+    of_longer = {int(tokens): int(number) for number, tokens in re.findall(r"(\d+) of (\d+) tokens", line[found.end() :])}
+    assert in_slots in (None, (num_slots, length))
+    assert longer in (None, of_longer)
+    assert num_slots == data["max_num_seqs"]
+    assert line.endswith("there are pages for all of them") == (not of_longer)
+    cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in data["pages"]))
+    for tokens, number in {length: num_slots, **of_longer}.items():
+        alike = [Sequence(i, (1,) * (tokens - 1), SamplingParams(), tokens) for i in range(number + 1)]
+        fitting = PageAllocator(cache).num_fitting(alike)
+        assert fitting >= num_slots if tokens == length else fitting == number < num_slots
+    if of_longer:
+        one_more = [Sequence(i, (1,) * (length + 16), SamplingParams(), length + 17) for i in range(num_slots)]
+        assert PageAllocator(cache).num_fitting(one_more) < num_slots
+
+
+def test_layers_without_a_window_are_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    plan("ministral-8b", "24GiB", gpus=3)
+    cache = capsys.readouterr().out.splitlines()[-2]
+    pages = "[0-9]+ pages of 16 tokens in layers"
+    assert re.search(f"; a cache of {pages} without a sliding window and {pages} with a sliding window of 32768$", cache), cache
 
 
 # ---- experts on actors of their own
@@ -355,11 +402,11 @@ def test_the_expert_actors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "all experts assumed to be alike" in " ".join(even.split())
     assert "the busiest expert actor does 1.00 times the mean\nnone of 16 experts has replicas\n" in even
     options["expert_load"] = load
-    told = _planned(capsys, str(folder), "1GiB", **options)["experts"]
+    reported = _planned(capsys, str(folder), "1GiB", **options)["experts"]
     plan(str(folder), "1GiB", **options, expert_replicas="auto")
     shown = capsys.readouterr().out
     assert "by the measured load" in " ".join(shown.split())
-    assert f"distributed as if all experts were alike it would be {told['busiest_if_even']:.2f} times" in shown
+    assert f"distributed as if all experts were alike it would be {reported['busiest_if_even']:.2f} times" in shown
     assert "2 of 16 experts are on 2 actors each, the others on one" in shown
 
 

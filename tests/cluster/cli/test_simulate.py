@@ -79,10 +79,10 @@ def test_a_summary_leaves_out_the_time_after_the_backlog() -> None:
     """One stage: busy from 0 to 8 of the first ten seconds, then hardly; requests waited until 10."""
     timings = tuple((StageTiming(0, start, busy, 1),) for start, busy in ((0.0, 1.0), (1.0, 7.0), (19.0, 1.0)))
     trace = SimTrace((SimRequest(0.0, 5, 2), SimRequest(1.0, 4, 1)), ((4.0, 20.0), (3.0,)), timings, backlog_until=10.0)
-    told = summarize("x", trace)
-    assert told.bubble == pytest.approx(1 - 7 / 9)
-    assert told.tokens_per_s == 12 / 20
-    assert (told.ttft_s[0], told.itl_s, told.e2e_s[2]) == (3.0, (16.0,) * 3, pytest.approx(20 - 0.01 * 18))
+    reported = summarize("x", trace)
+    assert reported.bubble == pytest.approx(1 - 7 / 9)
+    assert reported.tokens_per_s == 12 / 20
+    assert (reported.ttft_s[0], reported.itl_s, reported.e2e_s[2]) == (3.0, (16.0,) * 3, pytest.approx(20 - 0.01 * 18))
 
 
 def test_hops_are_counted_where_the_next_stage_was_waiting() -> None:
@@ -95,8 +95,8 @@ def test_hops_are_counted_where_the_next_stage_was_waiting() -> None:
 
 
 @pytest.mark.ray
-def test_two_real_stages_are_measured_and_the_error_is_told() -> None:
-    told = _simulated("--calibrate")["calibration"]
-    assert told["stages"] == 2
-    assert 0 < told["hop_s"] < 0.1
-    assert set(told["errors"]) == {"tokens_per_s", "busy_share", "median_ttft", "median_itl"}
+def test_two_real_stages_are_measured_and_the_error_is_reported() -> None:
+    reported = _simulated("--calibrate")["calibration"]
+    assert reported["stages"] == 2
+    assert 0 < reported["hop_s"] < 0.1
+    assert set(reported["errors"]) == {"tokens_per_s", "busy_share", "median_ttft", "median_itl"}

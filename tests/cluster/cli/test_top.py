@@ -1,9 +1,12 @@
-"""``tramontane top``: asking for what is new, the timelines, the frames, the command."""
+"""``tramontane top``: requests for what is new, the timelines, the frames, the command."""
 
 import io
 import itertools
 import json
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +18,13 @@ from rich.console import Console
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli.top import History, render
+from tramontane.cluster.common.signals import SIGNALS
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import server_client as activity_client
+from tramontane.cluster.console.charts import bin_activity, render_timeline
 from tramontane.cluster.console.server_client import ask_activity, last_seen, poll_activity
-from tramontane.cluster.console.timeline import bin_activity, render_timeline
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
-from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
+from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, PipelineActivity
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -41,17 +45,17 @@ def _saying(status: int, body: str) -> httpx.Client:
     return _client(lambda _: httpx.Response(status, text=body))
 
 
-# ---- asking
+# ---- requests
 
 
-def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every pipeline; a server that does not answer for a while is asked again."""
+def test_it_requests_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every pipeline; a server that does not answer for a while is tried again."""
     monkeypatch.setattr(activity_client, "POLL_INTERVAL_S", 0.0)
-    asked: list[list[tuple[str, str]]] = []
+    requested: list[list[tuple[str, str]]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.params.multi_items())
-        if len(asked) == 3:
+        requested.append(request.url.params.multi_items())
+        if len(requested) == 3:
             raise httpx.ConnectError("refused")
         return httpx.Response(200, text=_activity(pipeline_data(), pipeline_data("a&b:2", log_of(((1, 0),)))))
 
@@ -59,8 +63,8 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(first, Activity)
     assert last_seen(first) == {"app-1": 3, "a&b:2": 1}
     assert first == second == fourth
-    assert third == "--url http://ingress does not answer: refused"
-    assert asked == [[], *[[("after", "app-1:3"), ("after", "a&b:2:1")]] * 3]
+    assert third == "--url http://ingress does not answer: refused; is tramontane serve running there?"
+    assert requested == [[], *[[("after", "app-1:3"), ("after", "a&b:2:1")]] * 3]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
         (200, _activity(pipeline_data()).replace("1000.5", "1e999")),
     ],
 )
-def test_a_server_that_tells_no_activity_is_named(status: int, body: str) -> None:
+def test_a_server_without_activity_is_named(status: int, body: str) -> None:
     expected = f"--url http://ingress answers GET /activity with HTTP {status} and no activity; is it Tramontane"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         ask_activity(_saying(status, body))
@@ -90,8 +94,8 @@ def test_a_server_that_stops_is_no_mistake_of_the_users() -> None:
 # ---- the timelines
 
 
-def _past(prefill: int, decodes: int, *stages: tuple[int, float, float, float], number: int = 1) -> MicroBatchModel:
-    return MicroBatchModel(number=number, step=0, epoch=0, prefill_tokens=prefill, decodes=decodes, stages=list(stages))
+def _past(prefill: int, decodes: int, *stages: tuple[int, float, float, float], number: int = 1) -> MicroBatchActivity:
+    return MicroBatchActivity(number=number, step=0, epoch=0, prefill_tokens=prefill, decodes=decodes, stages=list(stages))
 
 
 def test_a_column_has_what_was_computed_in_it() -> None:
@@ -103,7 +107,7 @@ def test_a_column_has_what_was_computed_in_it() -> None:
 
 
 def test_a_character_says_what_and_how_much() -> None:
-    """Legible without colours."""
+    """Legible without colors."""
     shown = render_timeline(
         [(0.0, 0.0), (0.0, 0.125), (0.0, 1.0), (0.0, 1.1), (0.1, 0.0), (1.0, 0.0), (0.3, 0.2), (0.2, 0.3)], 1.0
     )
@@ -111,7 +115,7 @@ def test_a_character_says_what_and_how_much() -> None:
     assert [str(span.style) for span in shown.spans] == ["cyan"] * 4 + ["yellow"] * 3 + ["cyan"]
 
 
-def _pipeline(*batches: MicroBatchModel) -> PipelineActivity:
+def _pipeline(*batches: MicroBatchActivity) -> PipelineActivity:
     return PipelineActivity.model_validate({**pipeline_data(), "micro_batches": [batch.model_dump() for batch in batches]})
 
 
@@ -145,8 +149,8 @@ def _lines(shown: Any, width: int = 80) -> list[str]:  # noqa: ANN401 - whatever
 
 def test_a_frame_says_what_the_pipeline_does() -> None:
     waits = {"first_token_s": {"p50": 0.05, "p95": 1.25}}
-    told = _look(pipeline_data() | {"busy": [0.83, 0.2], "tokens_per_s": 41.7} | waits)
-    [frame] = render([told], "http://ingress", 80, lambda: None)
+    reported = _look(pipeline_data() | {"busy": [0.83, 0.2], "tokens_per_s": 41.7} | waits)
+    [frame] = render([reported], "http://ingress", 80, lambda: None)
     assert _lines(frame) == [
         "http://ingress: 1 pipeline",
         "the last 10 s: ░▒▓ prompts  ▁▂▃▄▅▆▇█ decodes",
@@ -164,10 +168,10 @@ def test_no_line_is_wrapped() -> None:
     assert len(_lines(frame)) == 2 + 2 * 6
 
 
-def test_what_is_wrong_stands_above_what_was_told_before() -> None:
+def test_an_error_is_shown_above_the_last_report() -> None:
     later = pipeline_data(log=log_of((*[(8, 0)] * 3, (0, 2))), after=3)
-    told = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
-    first, wrong, third, last = map(_lines, render(told, "http://ingress", 80, lambda: None))
+    reported = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
+    first, wrong, third, last = map(_lines, render(reported, "http://ingress", 80, lambda: None))
     assert wrong == ["no answer; this is the last report", *first]
     assert third[6].count("▓") == first[6].count("▓"), "the last report is still drawn"
     assert len(third[6].replace(" ", "")) > len(first[6].replace(" ", ""))
@@ -176,8 +180,8 @@ def test_what_is_wrong_stands_above_what_was_told_before() -> None:
 
 def test_experts_come_below_where_there_are_any() -> None:
     loads = iter([MeasuredLoad(((10, 10), (0, 20)), 1), MeasuredLoad(((10, 40), (0, 30)), 1), None])
-    told = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
-    first, second, third = (_lines(frame) for frame in render(told, "http://ingress", 80, lambda: next(loads)))
+    reported = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
+    first, second, third = (_lines(frame) for frame in render(reported, "http://ingress", 80, lambda: next(loads)))
     assert "since loading: % of each layer's tokens by expert" in first
     at = second.index("the last 1 s: % of each layer's tokens by expert")
     assert second[at + 1 : at + 4] == ["layer     0     1 ", "    0   0.0 100.0*", "    1   0.0 100.0*"]
@@ -190,7 +194,7 @@ def test_experts_come_below_where_there_are_any() -> None:
 def _run(monkeypatch: pytest.MonkeyPatch, handler: Handler, *arguments: str) -> None:
     monkeypatch.setattr(top_command, "make_client", lambda _url, _headers: _client(handler))
     monkeypatch.setattr(activity_client, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which continues
     assert cli.app(["top", *arguments], standalone_mode=False) is None, "another answer is an exit code"
 
 
@@ -207,18 +211,18 @@ def test_once_is_one_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "busiest" not in out
 
 
-def test_experts_are_asked_for_until_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_requested_until_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends when it is interrupted, without a complaint."""
     load = MeasuredLoad(((1, 2), (3, 0)), 1).as_data()
     wait, none = {"error": {"message": "wait", "code": None}}, {"error": {"message": "sorry", "code": "no_experts"}}
     experts = iter([(200, load), (503, wait), (500, wait), (200, load), (404, none)])
-    num_asked = itertools.count(1)
+    num_requests = itertools.count(1)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/experts":
             status, data = next(experts)
             return httpx.Response(status, json=data)
-        if next(num_asked) > 6:
+        if next(num_requests) > 6:
             raise KeyboardInterrupt
         return httpx.Response(200, text=_activity(pipeline_data()))
 
@@ -228,10 +232,10 @@ def test_experts_are_asked_for_until_there_are_none(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_is_a_line_for_each_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    num_asked = itertools.count(1)
+    num_requests = itertools.count(1)
 
     def answer(_request: httpx.Request) -> httpx.Response:
-        number = next(num_asked)
+        number = next(num_requests)
         if number > 3:
             raise KeyboardInterrupt
         return httpx.Response(200, text=_activity(pipeline_data())) if number != 2 else httpx.Response(503)
@@ -240,6 +244,34 @@ def test_json_is_a_line_for_each_look(monkeypatch: pytest.MonkeyPatch, capsys: p
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == [json.loads(_activity(pipeline_data()))] * 2
     assert err == "note: --url http://ingress answers GET /activity with HTTP 503; try again soon\n"
+
+
+def test_two_signals_end_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``timeout`` sends them; the second one arrives while the connection is closed."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+
+    class Client(httpx.Client):
+        def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().close()
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return httpx.Response(200, text=_activity(pipeline_data()))
+
+    client = Client(transport=httpx.MockTransport(answer), base_url="http://ingress")
+    monkeypatch.setattr(top_command, "make_client", lambda _url, _headers: client)
+    monkeypatch.setattr(sys, "argv", ["tramontane", "top"])
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (exit_.value.code, capsys.readouterr().err) == (0, "")
 
 
 @pytest.mark.parametrize(

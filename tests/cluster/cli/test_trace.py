@@ -14,7 +14,7 @@ from past_activity import BEGAN_AT, log_of, pipeline_data
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli import trace as trace_command
 from tramontane.cluster.cli.trace import StageSlice, assign_lanes, build_trace, num_slices
-from tramontane.router.engine.activity_log import Activity, MicroBatchModel
+from tramontane.router.engine.activity_log import Activity, MicroBatchActivity
 
 Event = dict[str, Any]
 
@@ -57,7 +57,7 @@ def _slices_by_thread(events: Sequence[Event]) -> dict[tuple[int, int], list[Eve
 
 
 def _check_arrows(events: Sequence[Event], slices: dict[tuple[int, int], list[Event]]) -> None:
-    """Each begins, goes on and ends inside slices, in this order, with the end bound to the slice around it."""
+    """Each begins, continues and ends inside slices, in this order, with the end bound to the slice around it."""
     arrows: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
@@ -91,14 +91,14 @@ def test_each_stages_work_is_a_slice() -> None:
 
 
 def test_only_what_began_since_the_first_look_is_in_it_and_once() -> None:
-    """A micro-batch may be told twice; a router that begins anew counts from one again, in a later epoch."""
+    """A micro-batch may be reported twice; a router that begins anew counts from one again, in a later epoch."""
     anew = pipeline_data(log=log_of(((0, 1),)))
     for batch in anew["micro_batches"]:
         batch["epoch"] = 6
     data = build_trace(_looks(pipeline_data(), pipeline_data(), pipeline_data(after=2), anew, began_at=BEGAN_AT + 1.2))
     _check(data)
-    told = [(e["tid"], e["args"]["number"], e["args"]["epoch"]) for e in data["traceEvents"] if e["ph"] == "X"]
-    assert told == [(0, 3, 5), (1000, 2, 5), (1000, 3, 5)]
+    reported = [(e["tid"], e["args"]["number"], e["args"]["epoch"]) for e in data["traceEvents"] if e["ph"] == "X"]
+    assert reported == [(0, 3, 5), (1000, 2, 5), (1000, 3, 5)]
     data = build_trace(_looks(pipeline_data(), anew))
     assert num_slices(data) == 8, "of two routers"
 
@@ -113,11 +113,11 @@ def test_pipelines_are_processes() -> None:
 
 
 def _work(began_s: float, ended_s: float) -> StageSlice:
-    batch = MicroBatchModel(number=1, step=0, epoch=0, prefill_tokens=0, decodes=1, stages=[])
+    batch = MicroBatchActivity(number=1, step=0, epoch=0, prefill_tokens=0, decodes=1, stages=[])
     return StageSlice(batch, 0, began_s, 1.0, ended_s - began_s)
 
 
-def test_slices_that_overlap_are_beside_each_other() -> None:
+def test_slices_that_overlap_are_in_different_lanes() -> None:
     spans = [[(w.began_s, w.ended_s) for w in lane] for lane in assign_lanes([_work(1, 4), _work(0, 3), _work(3, 5)])]
     assert spans == [[(0, 3), (3, 5)], [(1, 4)]]
 
@@ -137,27 +137,27 @@ def test_clocks_that_differ_a_little_make_no_second_lane() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, pipelines: Sequence[dict[str, Any]], *arguments: object) -> list[list[tuple[str, str]]]:
-    """Asked again, the server is a second further. Returns what it was asked."""
-    asked: list[list[tuple[str, str]]] = []
+    """At each request the server is a second further. Returns the requests."""
+    requested: list[list[tuple[str, str]]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.params.multi_items())
-        return httpx.Response(200, json={"now": BEGAN_AT + len(asked) - 1, "pipelines": list(pipelines)})
+        requested.append(request.url.params.multi_items())
+        return httpx.Response(200, json={"now": BEGAN_AT + len(requested) - 1, "pipelines": list(pipelines)})
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress")
     monkeypatch.setattr(trace_command, "make_client", lambda _url, _headers: client)
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     assert cli.app(["trace", *map(str, arguments)], standalone_mode=False) is None
-    return asked
+    return requested
 
 
-def test_it_asks_until_the_time_is_over_and_writes(
+def test_it_polls_until_the_time_is_over_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "trace.json"
     for _ in range(2):  # a trace of ours takes the place of the last one
-        asked = _run(monkeypatch, [pipeline_data()], "-o", file, "--seconds", 2.5)
-        assert asked == [[], *[[("after", "app-1:3")]] * 3]
+        requested = _run(monkeypatch, [pipeline_data()], "-o", file, "--seconds", 2.5)
+        assert requested == [[], *[[("after", "app-1:3")]] * 3]
         data = json.loads(file.read_text())
         _check(data)
         assert num_slices(data) == 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from tramontane.cluster.common.signals import defer_signals
+from tramontane.cluster.common.signals import defer_signals, until_interrupted
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -58,11 +58,11 @@ def test_a_second_signal_breaks_off() -> None:
 
 
 def test_what_has_a_handler_of_its_own_keeps_it() -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     with defer_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
 
 
 def test_nothing_is_held_outside_the_main_thread() -> None:
@@ -76,3 +76,25 @@ def test_nothing_is_held_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert ended == [True]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_ends_what_runs_until_interrupted_and_a_second_changes_nothing(number: signal.Signals) -> None:
+    happened = []
+    with until_interrupted():
+        try:
+            happened.append("begun")
+            os.kill(os.getpid(), number)
+            happened.append("not interrupted")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            happened.append("cleaned up")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert happened == ["begun", "cleaned up"]
+
+
+def test_a_signal_that_is_ignored_remains_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with until_interrupted():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,6 +1,7 @@
-"""Keys: who gets in, that nobody else does anything, and that nothing shows them."""
+"""API keys: which are accepted, that nothing is done without one, and that nothing shows them."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import pickle
@@ -19,18 +20,24 @@ from starlette.routing import Route
 
 from tramontane.cluster.config.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
+from tramontane.cluster.config.key import has_password
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.console.secrets import redact_arguments
 from tramontane.cluster.console.server_client import auth_headers, raise_if_unauthorized
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError
-from tramontane.router.batch.storage import JobStorage, UrlReader
+from tramontane.proto.request import Identity
+from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.urls import UrlReader
 
 KEY, OTHER = "sk-first-kept-secret", "sk-second-kept-secret"
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
+
+
+def _allows(keys: ApiKeys, authorization: str | None) -> bool:
+    return keys.authenticate(authorization) is not None
 
 
 def _keys(*keys: str, file: Path | None = None) -> ApiKeys:
@@ -40,16 +47,16 @@ def _keys(*keys: str, file: Path | None = None) -> ApiKeys:
 # Which header is one
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_every_request_is_allowed() -> None:
     keys = ApiKeys()
     assert not keys.is_enabled
-    assert keys.allows(None)
-    assert keys.allows("Bearer whatever")
+    assert _allows(keys, None)
+    assert _allows(keys, "Bearer whatever")
 
 
 @pytest.mark.parametrize("given", [f"Bearer {KEY}", f"Bearer {OTHER}", f"bearer {KEY}", f"BEARER  {KEY} "])
 def test_each_of_several_keys_is_good(given: str) -> None:
-    assert _keys(KEY, OTHER).allows(given)
+    assert _allows(_keys(KEY, OTHER), given)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,21 @@ def test_each_of_several_keys_is_good(given: str) -> None:
     ],
 )
 def test_nothing_else_is_good(given: str | None) -> None:
-    assert not _keys(KEY, OTHER).allows(given)
+    assert not _allows(_keys(KEY, OTHER), given)
+
+
+def test_what_belongs_to_a_key_belongs_to_its_digest() -> None:
+    """However many keys there are, and where: jobs and files stay with it."""
+    own = hashlib.sha256(KEY.encode()).hexdigest()
+    for keys in (_keys(KEY), _keys(KEY, OTHER), _keys(OTHER, "third", KEY)):
+        for header in (f"Bearer {KEY}", f"bearer  {KEY} "):
+            identity = keys.authenticate(header)
+            assert identity is not None
+            assert identity.tenant == own
+    assert _keys(KEY).authenticate(f"Bearer {KEY}") == Identity(0, own)
+    numbers = {found.owner for key in (KEY, OTHER) if (found := _keys(KEY, OTHER).authenticate(f"Bearer {key}"))}
+    assert numbers == {1, 2}
+    assert ApiKeys().authenticate(f"Bearer {KEY}") == ApiKeys().authenticate(None) == Identity(0, "")
 
 
 def test_every_key_is_looked_at_however_early_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +93,7 @@ def test_every_key_is_looked_at_however_early_one_fits(monkeypatch: pytest.Monke
 
     keys = _keys(KEY, OTHER, "third")
     monkeypatch.setattr("tramontane.cluster.config.api_keys.hmac.compare_digest", compare)
-    keys.allows(f"Bearer {KEY}")
+    _allows(keys, f"Bearer {KEY}")
     assert len(set(compared)) == 3
     assert all(KEY.encode() not in known for known in compared), "digests, of one length"
 
@@ -91,9 +112,9 @@ def test_a_file_has_a_key_per_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"# of the team\n\n" + KEY.encode() + b"\r\n  " + OTHER.encode() + b"  ")
     keys = _keys("given", file=file)
-    assert all(keys.allows(f"Bearer {key}") for key in (KEY, OTHER, "given"))
-    assert not keys.allows("Bearer # of the team")
-    assert not keys.allows("Bearer ")
+    assert all(_allows(keys, f"Bearer {key}") for key in (KEY, OTHER, "given"))
+    assert not _allows(keys, "Bearer # of the team")
+    assert not _allows(keys, "Bearer ")
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
@@ -102,10 +123,10 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     keys = _keys(file=file)
     (tmp_path / "new").write_text(OTHER)
     (tmp_path / "new").rename(file)  # whole at once, as those do who do not want it read half
-    assert keys.allows(f"Bearer {OTHER}")
-    assert not keys.allows(f"Bearer {KEY}")
+    assert _allows(keys, f"Bearer {OTHER}")
+    assert not _allows(keys, f"Bearer {KEY}")
     file.write_text(f"{KEY}\n{OTHER}")
-    assert keys.allows(f"Bearer {KEY}")
+    assert _allows(keys, f"Bearer {KEY}")
 
 
 def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,13 +134,13 @@ def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: py
     file.write_text(KEY)
     keys = _keys(file=file)
     monkeypatch.setattr("tramontane.cluster.config.api_keys.read_key_file", lambda _file: pytest.fail("it was read"))
-    assert keys.allows(f"Bearer {KEY}")
+    assert _allows(keys, f"Bearer {KEY}")
 
 
 SPOILED: dict[str, bytes | None] = {
     "gone": None,
     "empty": b"",
-    "comments": b"# nobody\n",
+    "comments": b"# no key\n",
     "no text": b"\xff\xfe" + KEY.encode(),
     "spaces": f"{OTHER}\nmy {KEY}".encode(),
     "large": b"x\n" * (MAX_FILE // 2 + 1),
@@ -131,11 +152,11 @@ SPOILED: dict[str, bytes | None] = {
 def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = logging.FileHandler(tmp_path / "replica.log")
     monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])
-    use_serve_log(LogSettings(), "door")
+    use_serve_log(LogSettings(), "ingress")
     (file := tmp_path / "keys").write_text(KEY)
     keys = _keys(file=file)
     file.write_text("")
-    keys.allows(None)
+    _allows(keys, None)
     written.close()
     assert (tmp_path / "replica.log").read_text().count("holds no key; the keys that were read before remain valid") == 1
 
@@ -152,15 +173,15 @@ def test_a_file_that_is_spoiled_changes_nothing_and_is_said_once(
         file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert keys.allows(f"Bearer {KEY}")
-            assert not keys.allows(f"Bearer {OTHER}")
-            assert not keys.allows(None)
+            assert _allows(keys, f"Bearer {KEY}")
+            assert not _allows(keys, f"Bearer {OTHER}")
+            assert not _allows(keys, None)
     [record] = caplog.records
     assert "the keys that were read before remain valid" in record.getMessage()
     assert not any(key in caplog.text for key in (KEY, OTHER))
     file.write_text(OTHER)
-    assert keys.allows(f"Bearer {OTHER}")
-    assert not keys.allows(f"Bearer {KEY}")
+    assert _allows(keys, f"Bearer {OTHER}")
+    assert not _allows(keys, f"Bearer {KEY}")
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -173,7 +194,7 @@ def test_a_server_does_not_start_with_a_file_that_is_spoiled(tmp_path: Path, how
     assert not any(key in str(refused.value) for key in (KEY, OTHER))
 
 
-# The door
+# The API server
 
 
 async def _also_here(_request: Request) -> JSONResponse:
@@ -207,7 +228,7 @@ def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[s
                 error = check_error(response.content, code="invalid_api_key")
                 assert error["type"] == "invalid_request_error"
             assert (await client.get("/health", headers=headers)).status_code == 200
-        assert source.asked == []
+        assert source.requested == []
 
     asyncio.run(scenario())
 
@@ -222,7 +243,7 @@ def test_with_a_key_everything_answers() -> None:
                 assert (await client.get(path)).status_code == 200
             assert (await client.get("/nothing")).status_code == 404
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-        assert len(source.asked) == 1
+        assert len(source.requested) == 1
 
     asyncio.run(scenario())
 
@@ -235,13 +256,13 @@ def test_no_configuration_shows_its_keys(tmp_path: Path) -> None:
     shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(_keys(KEY).__dict__)]
     assert not any(KEY in text or OTHER in text for text in shown)
     assert pickle.loads(pickle.dumps(config)) == config, "as replicas get it"
-    assert ApiKeys(pickle.loads(pickle.dumps(config)).api_key).allows(f"Bearer {OTHER}")
+    assert _allows(ApiKeys(pickle.loads(pickle.dumps(config)).api_key), f"Bearer {OTHER}")
     without = config.without_secrets()
     assert (without.api_key, without.api_key_file) == ((), None)
     file = tmp_path / "file.yaml"
     file.write_text(f"api_key: {KEY}\n")
     assert EngineConfig.build(ConfigFile.read(file), {}).api_key == (SecretStr(KEY),)
-    assert EngineConfig.build(ConfigFile.read(file), {"api_key": ()}).api_key == (SecretStr(KEY),), "a flag that nobody gave"
+    assert EngineConfig.build(ConfigFile.read(file), {"api_key": ()}).api_key == (SecretStr(KEY),), "a flag that was not given"
 
 
 @pytest.mark.parametrize("text", [f"api_key: [{KEY}", f"api_key: *{KEY}", f"api_key: {{{KEY}: 1}}", f"api_key:\n  a: {KEY}\n"])
@@ -299,7 +320,7 @@ def test_a_serve_config_has_no_password_of_a_store(query: str) -> None:
     )
 
 
-def test_ray_is_told_a_command_line_without_keys() -> None:
+def test_ray_gets_a_command_line_without_keys() -> None:
     """Ray shows how a process was started on its dashboard, as ps does."""
     arguments = ["serve", "--api-key", KEY, f"--api-key={OTHER}", "--api-key-file", "keys", "--port", "80"]
     arguments += ["--jobs-database", DATABASE, f"--jobs-storage=s3://me:{OTHER}@bucket"]
@@ -313,10 +334,10 @@ def test_ray_is_told_a_command_line_without_keys() -> None:
         "print(json.dumps([get_entrypoint_name(), open('/proc/self/cmdline').read()]))"
     )
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
-    for told in json.loads(done.stdout):
-        assert "--api-key=***" in told
-        assert KEY not in told
-        assert OTHER not in told
+    for reported in json.loads(done.stdout):
+        assert "--api-key=***" in reported
+        assert KEY not in reported
+        assert OTHER not in reported
 
 
 # The other side

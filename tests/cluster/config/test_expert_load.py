@@ -16,7 +16,7 @@ from tramontane.cluster.cli import experts as expert_watch
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
 from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.heat_map import CELL, busiest_summary, cell_style, heat_map, legend
+from tramontane.cluster.console.charts import CELL, busiest_summary, cell_style, heat_legend, heat_map
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 
 LOAD = ((10, 20, 30, 40), (5, 5, 5, 5), (0, 0, 0, 0))
@@ -60,7 +60,7 @@ def test_a_file_that_holds_no_load_is_named(tmp_path: Path, text: str, named: st
     assert "\n" not in str(refused.value)
 
 
-# ---- asking a server
+# ---- requests to a server
 
 
 def _client(status: int, body: str) -> httpx.Client:
@@ -75,7 +75,7 @@ def _error(code: str | None, message: str = "sorry") -> str:
     return json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
 
 
-def test_a_server_is_asked() -> None:
+def test_the_load_of_a_server_is_requested() -> None:
     assert fetch_load(_client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data()))) == MeasuredLoad(LOAD, 2)
 
 
@@ -95,7 +95,7 @@ def test_a_server_is_asked() -> None:
         (500, "[]", "answers GET /experts with HTTP 500"),
     ],
 )
-def test_a_server_that_tells_no_load_is_named(status: int, body: str, named: str) -> None:
+def test_a_server_without_load_is_named(status: int, body: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)) as refused:
         fetch_load(_client(status, body))
     assert "--url http://ingress" in str(refused.value)
@@ -117,7 +117,7 @@ def _plain(*shown: Any, width: int = 80) -> list[str]:  # noqa: ANN401 - whateve
 
 
 def test_each_cell_is_a_share_of_its_layer() -> None:
-    """Legible without colour: the number, and a mark at the most."""
+    """Legible without color: the number, and a mark at the most."""
     assert _plain(heat_map(LOAD, 80)) == [
         "layer     0     1     2     3 ",
         "    0  10.0  20.0  30.0  40.0*",
@@ -132,7 +132,7 @@ def test_each_cell_is_shaded_by_its_layers_mean() -> None:
     shades = {(span.start // CELL - 1, str(span.style)) for span in heat_map(((10, 20, 30, 40),), 80).split("\n")[1].spans}
     assert shades == {(0, cell_style(0.4)), (1, cell_style(0.8)), (2, cell_style(1.2)), (3, cell_style(1.6))}
     assert len({cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)}) == 6
-    assert [str(span.style) for span in legend().spans] == [cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)]
+    assert [str(span.style) for span in heat_legend().spans] == [cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)]
 
 
 @given(st.integers(1, 200), st.integers(1, 5), st.integers(12, 200))
@@ -152,7 +152,7 @@ def test_64_experts_fit_in_80_columns() -> None:
     assert len(lines) == 6 * (1 + 3) + 5 + 3, "six blocks with empty lines between them, and three lines around: none is wrapped"
 
 
-# ---- as time goes on
+# ---- over time
 
 
 def _grown(times: int) -> MeasuredLoad:
@@ -213,17 +213,17 @@ def test_the_picture_goes_to_standard_output(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a complaint; and a pipeline that is down for a while does not end it."""
-    asked = iter([(200, json.dumps(_grown(n).as_data())) for n in (1, 2)] + [(503, _error("unavailable"))])
+    requested = iter([(200, json.dumps(_grown(n).as_data())) for n in (1, 2)] + [(503, _error("unavailable"))])
 
     def answer(_request: httpx.Request) -> httpx.Response:
         try:
-            status, body = next(asked)
+            status, body = next(requested)
         except StopIteration:
             raise KeyboardInterrupt from None
         return httpx.Response(status, text=body)
 
     monkeypatch.setattr(expert_watch, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which continues
     _run(monkeypatch, httpx.Client(transport=httpx.MockTransport(answer), base_url="http://ingress"), "--watch")
     assert capsys.readouterr().out.count("since loading") == 3, "two looks, and the last one once more"
 

@@ -1,10 +1,12 @@
-"""The HTTP door over a real router and a tiny model, without Ray: OpenAI's shapes, whatever comes in and whoever leaves."""
+"""The API server over a real router and a tiny model, without Ray: OpenAI's shapes, for any input and any client that leaves."""
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +25,7 @@ from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig, MoveExperts
 from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
-from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.errors import DEFECT, ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
@@ -75,10 +77,10 @@ class GatedChain:
 
 
 @dataclass
-class House:
-    """A door, the router behind it, and a client in front of it."""
+class Harness:
+    """An API server, the router behind it, and a client in front of it."""
 
-    door: HttpApp
+    server: HttpApp
     app: Starlette
     router: Router
     client: httpx.AsyncClient
@@ -101,7 +103,7 @@ async def _open(_batch: MicroBatch) -> None:
 
 
 @asynccontextmanager
-async def _house(
+async def _harness(
     chain: StageChain,
     tokenizer: Tokenizer,
     gate: Gate = _open,
@@ -110,7 +112,7 @@ async def _house(
     max_queued_seqs: int = 8,
     max_queued_tokens: int = 1000,
     move_experts: MoveExperts | None = None,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[Harness]:
     limits = SchedulerLimits(
         max_num_seqs, 32, CONTEXT, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
     )
@@ -118,10 +120,10 @@ async def _house(
     running = asyncio.create_task(router.run())
 
     async def is_ready() -> bool:
-        return house.is_ready
+        return harness.is_ready
 
     async def expert_load() -> MeasuredLoad:
-        return house.load
+        return harness.load
 
     model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
     config = HttpAppConfig(
@@ -133,11 +135,11 @@ async def _house(
         writes_per_s=10**9,
         move_experts=move_experts,
     )
-    door = HttpApp(config)
-    app = door.app()
+    server = HttpApp(config)
+    app = server.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress") as client:
-        house = House(door, app, router, client)
-        yield house
+        harness = Harness(server, app, router, client)
+        yield harness
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
@@ -168,8 +170,8 @@ def _events(response: httpx.Response) -> list[dict[str, Any]]:
 
 def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            response = await house.post(GREEDY | {"return_token_ids": True})
+        async with _harness(chain, tokenizer) as harness:
+            response = await harness.post(GREEDY | {"return_token_ids": True})
             assert response.status_code == 200
             answer = response.json()
             assert answer.keys() == {"id", "object", "created", "model", "choices", "usage", "timings"}
@@ -182,17 +184,17 @@ def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer:
             num_prompt = len(choice["prompt_token_ids"])
             assert answer["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 8, "total_tokens": num_prompt + 8}
             assert answer["timings"].keys() == {"ingress_s", "queue_s", "prefill_s", "decode_s"}
-            await house.becomes_idle()
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
 
 def test_a_stream_says_what_a_plain_answer_says(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            asked = GREEDY | {"prompt": ["What news?", "la"], "n": 2, "echo": True, "max_tokens": 20}
-            plain = (await house.post(asked)).json()
-            response = await house.post(asked | {"stream": True, "stream_options": {"include_usage": True}})
+        async with _harness(chain, tokenizer) as harness:
+            request_body = GREEDY | {"prompt": ["What news?", "la"], "n": 2, "echo": True, "max_tokens": 20}
+            plain = (await harness.post(request_body)).json()
+            response = await harness.post(request_body | {"stream": True, "stream_options": {"include_usage": True}})
             assert response.headers["content-type"].startswith("text/event-stream")
             assert response.headers["cache-control"] == "no-cache"
             *events, last = _events(response)
@@ -212,16 +214,16 @@ def test_experts_are_those_that_the_gates_choose_streamed_or_not(chain: LocalSta
     weights = random_model(ARGS).state_dict()
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            asked = {"model": "tiny", "prompt": ["What news? " * 4, "la"], "n": 2, "max_tokens": 12, "seed": 3}
-            asked |= {"return_experts": [1, 0], "return_token_ids": True}
-            plain = (await house.post(asked)).json()
-            events = _events(await house.post(asked | {"stream": True}))
+        async with _harness(chain, tokenizer) as harness:
+            request_body = {"model": "tiny", "prompt": ["What news? " * 4, "la"], "n": 2, "max_tokens": 12, "seed": 3}
+            request_body |= {"return_experts": [1, 0], "return_token_ids": True}
+            plain = (await harness.post(request_body)).json()
+            events = _events(await harness.post(request_body | {"stream": True}))
             for choice in plain["choices"]:
                 own = [change for event in events for change in event["choices"] if change["index"] == choice["index"]]
-                told = {layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)] for layer in (0, 1)}
+                reported = {layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)] for layer in (0, 1)}
                 assert len(choice["prompt_experts"]["0"]) == len(choice["prompt_token_ids"])
-                assert_best_experts(weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], told)
+                assert_best_experts(weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], reported)
                 for name in ("prompt_experts", "experts"):
                     parts = [change[name] for change in own if name in change]
                     assert {layer: [i for part in parts for i in part[layer]] for layer in choice[name]} == choice[name]
@@ -231,8 +233,8 @@ def test_experts_are_those_that_the_gates_choose_streamed_or_not(chain: LocalSta
 
 def test_without_include_usage_there_is_none(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            events = _events(await house.post(GREEDY | {"stream": True}))
+        async with _harness(chain, tokenizer) as harness:
+            events = _events(await harness.post(GREEDY | {"stream": True}))
             assert all(event["choices"] and "usage" not in event for event in events)
 
     asyncio.run(scenario())
@@ -240,39 +242,39 @@ def test_without_include_usage_there_is_none(chain: LocalStageChain, tokenizer: 
 
 def test_many_at_once_get_what_each_gets_alone(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            asked = [GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)]
-            alone = [(await house.post(body)).json()["choices"] for body in asked]
-            together = await asyncio.gather(*(house.post(body) for body in asked))
+        async with _harness(chain, tokenizer) as harness:
+            bodies = [GREEDY | {"prompt": "la " * n, "temperature": 1, "seed": n} for n in range(1, 9)]
+            alone = [(await harness.post(body)).json()["choices"] for body in bodies]
+            together = await asyncio.gather(*(harness.post(body) for body in bodies))
             assert [response.json()["choices"] for response in together] == alone
-            streamed = await asyncio.gather(*(house.post(body | {"stream": True}) for body in asked))
+            streamed = await asyncio.gather(*(harness.post(body | {"stream": True}) for body in bodies))
             texts = ["".join(e["choices"][0]["text"] for e in _events(response)) for response in streamed]
             assert texts == [choices[0]["text"] for choices in alone]
-            await house.becomes_idle()
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
 
 def test_a_stop_string_ends_the_work_too(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            asked = GREEDY | {"max_tokens": CONTEXT}
-            whole = (await house.post(asked)).json()["choices"][0]["text"]
-            await house.becomes_idle()
-            num_steps = house.router.scheduler.num_steps
-            [choice] = (await house.post(asked | {"stop": whole[5:8]})).json()["choices"]
+        async with _harness(chain, tokenizer) as harness:
+            request_body = GREEDY | {"max_tokens": CONTEXT}
+            whole = (await harness.post(request_body)).json()["choices"][0]["text"]
+            await harness.becomes_idle()
+            num_steps = harness.router.scheduler.num_steps
+            [choice] = (await harness.post(request_body | {"stop": whole[5:8]})).json()["choices"]
             assert choice["text"] == whole.split(whole[5:8])[0]
             assert choice["finish_reason"] == "stop"
-            await house.becomes_idle()
-            assert house.router.scheduler.num_steps < 1.5 * num_steps
+            await harness.becomes_idle()
+            assert harness.router.scheduler.num_steps < 1.5 * num_steps
 
     asyncio.run(scenario())
 
 
 def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
+        async with _harness(chain, tokenizer) as harness:
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
             assert [model.id async for model in client.models.list()] == ["tiny"]
             plain = await client.completions.create(model="tiny", prompt="What news?", max_tokens=8, temperature=0)
             assert plain.usage is not None
@@ -298,25 +300,25 @@ def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tok
 
 
 def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    """As harnesses of benchmarks ask for it: echo, log-probabilities, no tokens; also by ids, streamed, and with an answer."""
+    """As evaluation harnesses request it: echo, log-probabilities, no tokens; also by ids, streamed, and with an answer."""
     weights = random_model(ARGS).state_dict()
     prompts = [tokenizer.encode("What news? " * 4), tokenizer.encode("la")]
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
-            asked: dict[str, Any] = {
+        async with _harness(chain, tokenizer) as harness:
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
+            request_body: dict[str, Any] = {
                 "model": "tiny",
                 "prompt": [list(ids) for ids in prompts],
                 "logprobs": 3,
                 "echo": True,
                 "seed": 1,
             }
-            scored = await client.completions.create(**asked, max_tokens=0)
-            answered = await client.completions.create(**asked, max_tokens=4, extra_body={"return_token_ids": True})
+            scored = await client.completions.create(**request_body, max_tokens=0)
+            answered = await client.completions.create(**request_body, max_tokens=4, extra_body={"return_token_ids": True})
             assert scored.usage is not None
             assert scored.usage.completion_tokens == 0
-            stream = await client.completions.create(**asked, max_tokens=0, stream=True)
+            stream = await client.completions.create(**request_body, max_tokens=0, stream=True)
             streamed = {choice.index: choice async for chunk in stream for choice in chunk.choices}
             for choice, longer, ids in zip(scored.choices, answered.choices, prompts, strict=True):
                 assert choice.text == tokenizer.decode(ids)
@@ -345,11 +347,11 @@ def test_penalties_and_biases_over_http_are_those_of_their_formulas(chain: Local
     prompt = list(tokenizer.encode("What news? " * 2))
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            plain = (await house.post(GREEDY | {"prompt": prompt, "return_token_ids": True})).json()["choices"][0]
+        async with _harness(chain, tokenizer) as harness:
+            plain = (await harness.post(GREEDY | {"prompt": prompt, "return_token_ids": True})).json()["choices"][0]
             bias = {str(plain["token_ids"][0]): -2, "700": 3}
-            asked = GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
-            token_ids = (await house.post(asked)).json()["choices"][0]["token_ids"]
+            request_body = GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
+            token_ids = (await harness.post(request_body)).json()["choices"][0]["token_ids"]
             assert token_ids != plain["token_ids"]
             sampling = SamplingParams(**changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items()))
             for place, token_id in enumerate(token_ids):
@@ -363,8 +365,8 @@ def test_penalties_and_biases_over_http_are_those_of_their_formulas(chain: Local
 
 def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            response = await house.client.get("/v1/models")
+        async with _harness(chain, tokenizer) as harness:
+            response = await harness.client.get("/v1/models")
             assert response.status_code == 200
             listed = response.json()
             assert listed["object"] == "list"
@@ -372,8 +374,8 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
             assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
             assert isinstance(model["created"], int)
-            assert (await house.client.get("/v1/models/tiny")).json() == model
-            unknown = await house.client.get("/v1/models/gpt/4")
+            assert (await harness.client.get("/v1/models/tiny")).json() == model
+            unknown = await harness.client.get("/v1/models/gpt/4")
             assert unknown.status_code == 404
             assert check_error(unknown.content)["code"] == "model_not_found"
 
@@ -382,11 +384,11 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
 
 def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            ready = await house.client.get("/health")
+        async with _harness(chain, tokenizer) as harness:
+            ready = await harness.client.get("/health")
             assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
-            house.is_ready = False
-            unready = await house.client.get("/health")
+            harness.is_ready = False
+            unready = await harness.client.get("/health")
             assert unready.status_code == 503
             assert unready.headers["retry-after"] == "1"
             assert check_error(unready.content)["type"] == "server_error"
@@ -394,49 +396,49 @@ def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenize
     asyncio.run(scenario())
 
 
-def test_what_the_experts_were_given_is_told(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+def test_the_load_of_the_experts_is_reported(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            told = await house.client.get("/experts")
-            assert (told.status_code, told.json()) == (200, {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2})
-            house.load = MeasuredLoad((), 1)
-            without = await house.client.get("/experts")
+        async with _harness(chain, tokenizer) as harness:
+            reported = await harness.client.get("/experts")
+            assert (reported.status_code, reported.json()) == (200, {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2})
+            harness.load = MeasuredLoad((), 1)
+            without = await harness.client.get("/experts")
             assert without.status_code == 404
             assert check_error(without.content, None, "no_experts")["message"] == "the model has no experts"
-            house.load = MeasuredLoad((), 0)
-            down = await house.client.get("/experts")
+            harness.load = MeasuredLoad((), 0)
+            down = await harness.client.get("/experts")
             assert (down.status_code, down.headers["retry-after"]) == (503, "1")
             assert check_error(down.content)["type"] == "server_error"
 
     asyncio.run(scenario())
 
 
-def test_experts_are_moved_where_clients_may_ask_for_it(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
-    asked: list[ExpertLoad] = []
+def test_experts_are_moved_where_clients_may_request_it(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    loads: list[ExpertLoad] = []
 
     async def move(load: ExpertLoad) -> tuple[int, int]:
-        asked.append(load)
+        loads.append(load)
         if len(load) == 1:
             raise ConfigError("the measured load is not of this model")
         return 5, 2
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer, move_experts=move) as house:
-            moved = await house.client.post("/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]})
+        async with _harness(chain, tokenizer, move_experts=move) as harness:
+            moved = await harness.client.post("/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]})
             assert (moved.status_code, moved.json()) == (200, {"moved": 5, "pipelines": 2})
-            refused = await house.client.post("/experts", json={"tokens_per_expert": [[1, 2]]})
+            refused = await harness.client.post("/experts", json={"tokens_per_expert": [[1, 2]]})
             assert refused.status_code == 400
             assert check_error(refused.content)["message"] == "the measured load is not of this model"
             for body in (b"", b"[]", b"{}", b'{"tokens_per_expert": [[-1]]}', b'{"tokens_per_expert": 3}', b"\xff", b"[" * 900):
-                bad = await house.client.post("/experts", content=body)
+                bad = await harness.client.post("/experts", content=body)
                 assert bad.status_code == 400
                 assert "tokens_per_expert" in check_error(bad.content)["message"]
-            large = await house.client.post("/experts", content=b" " * (MAX_BODY + 1))
+            large = await harness.client.post("/experts", content=b" " * (MAX_BODY + 1))
             assert large.status_code == 413
-            assert (await house.client.get("/experts")).status_code == 200
+            assert (await harness.client.get("/experts")).status_code == 200
 
     asyncio.run(scenario())
-    assert asked == [((1, 2), (3, 0)), ((1, 2),)]
+    assert loads == [((1, 2), (3, 0)), ((1, 2),)]
 
 
 # Refusals
@@ -445,11 +447,28 @@ def test_experts_are_moved_where_clients_may_ask_for_it(chain: LocalStageChain, 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/v2/completions", "/%0a%22%ff", "/docs/x/y"])
 def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer, path: str) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
+        async with _harness(chain, tokenizer) as harness:
             for method in ("GET", "POST"):
-                response = await house.client.request(method, path)
+                response = await harness.client.request(method, path)
                 assert response.status_code == 404
                 assert check_error(response.content)["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+def test_what_exists_is_named_where_nothing_is(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    """Every path that the message names has an answer; ``/metrics`` is said to be Ray's."""
+
+    async def scenario() -> None:
+        async with _harness(chain, tokenizer) as harness:
+            message = check_error((await harness.client.get("/")).content)["message"]
+            paths = re.findall(r"/[\w./]+", message)
+            assert paths == ["/v1/completions", "/v1/models", "/ui", "/docs", "/openapi.json"]
+            assert 404 not in [(await harness.client.get(path)).status_code for path in paths]
+            for path in ("/metrics", "/metrics/", "/v1/metrics"):
+                error = check_error((await harness.client.get(path)).content)
+                assert error["message"].startswith(f"'{path}' is not here; Ray exports the metrics of every node, at /metrics of")
+            assert "## Metrics" in (Path(__file__).parents[3] / "docs/observability.md").read_text(encoding="utf-8")
 
     asyncio.run(scenario())
 
@@ -468,8 +487,8 @@ def test_another_method_is_not_allowed(
     chain: LocalStageChain, tokenizer: Tokenizer, method: str, path: str, allowed: str
 ) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            response = await house.client.request(method, path)
+        async with _harness(chain, tokenizer) as harness:
+            response = await harness.client.request(method, path)
             assert response.status_code == 405
             assert allowed in response.headers["allow"].split(", ")
             check_error(response.content)
@@ -479,9 +498,9 @@ def test_another_method_is_not_allowed(
 
 def test_a_strange_host_header_is_no_defect(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
+        async with _harness(chain, tokenizer) as harness:
             for path in ("/nothing", "/v1/completions"):
-                response = await house.client.get(path, headers={"host": "["})
+                response = await harness.client.get(path, headers={"host": "["})
                 assert response.status_code in (400, 404, 405)
                 check_error(response.content)
 
@@ -490,14 +509,14 @@ def test_a_strange_host_header_is_no_defect(chain: LocalStageChain, tokenizer: T
 
 def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
+        async with _harness(chain, tokenizer) as harness:
             for stream in (False, True):
-                response = await house.post(GREEDY | {"model": "x" * 1000, "stream": stream})
+                response = await harness.post(GREEDY | {"model": "x" * 1000, "stream": stream})
                 assert response.status_code == 404
                 error = check_error(response.content, "model", "model_not_found")
                 assert "'tiny'" in error["message"]
                 assert len(error["message"]) < 200
-            assert (await house.post({"prompt": "a", "model": None})).status_code == 200
+            assert (await harness.post({"prompt": "a", "model": None})).status_code == 200
 
     asyncio.run(scenario())
 
@@ -529,32 +548,32 @@ def test_a_request_that_cannot_run_is_refused_by_its_parameter(
     chain: LocalStageChain, tokenizer: Tokenizer, changes: dict[str, Any], param: str, stream: bool
 ) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            response = await house.post(GREEDY | changes | {"stream": stream})
+        async with _harness(chain, tokenizer) as harness:
+            response = await harness.post(GREEDY | changes | {"stream": stream})
             assert response.status_code == 400
             assert check_error(response.content, param)["type"] == "invalid_request_error"
-            assert house.router.scheduler.num_steps == 0
+            assert harness.router.scheduler.num_steps == 0
 
     asyncio.run(scenario())
 
 
 def test_of_several_prompts_none_runs_if_one_cannot(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            response = await house.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
+        async with _harness(chain, tokenizer) as harness:
+            response = await harness.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
             assert response.status_code == 400
             assert str(ARGS.vocab_size) in check_error(response.content, "prompt")["message"]
-            assert house.router.scheduler.is_idle
+            assert harness.router.scheduler.is_idle
 
     asyncio.run(scenario())
 
 
 def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
+        async with _harness(chain, tokenizer) as harness:
             whole = json.dumps(GREEDY).encode().ljust(MAX_BODY)
-            assert (await house.post(whole)).status_code == 200
-            response = await house.post(whole + b" ")
+            assert (await harness.post(whole)).status_code == 200
+            response = await harness.post(whole + b" ")
             assert response.status_code == 413
             assert str(MAX_BODY) in check_error(response.content)["message"]
 
@@ -568,11 +587,11 @@ def test_a_body_without_a_length_is_bounded_as_it_comes(chain: LocalStageChain, 
             yield b" " * 100
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            small = await house.client.post("/v1/completions", content=parts(10))
+        async with _harness(chain, tokenizer) as harness:
+            small = await harness.client.post("/v1/completions", content=parts(10))
             assert small.status_code == 200
             assert "content-length" not in small.request.headers
-            large = await house.client.post("/v1/completions", content=parts(100))
+            large = await harness.client.post("/v1/completions", content=parts(100))
             assert large.status_code == 413
             check_error(large.content)
 
@@ -582,8 +601,8 @@ def test_a_body_without_a_length_is_bounded_as_it_comes(chain: LocalStageChain, 
 @pytest.mark.parametrize("declared", [str(MAX_BODY + 1), "9" * 20, "9" * 5000])
 def test_a_body_that_says_it_is_too_large_is_not_read_at_all(chain: LocalStageChain, tokenizer: Tokenizer, declared: str) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            caller = Caller(house.app, b"", headers=[(b"content-length", declared.encode())])
+        async with _harness(chain, tokenizer) as harness:
+            caller = Caller(harness.app, b"", headers=[(b"content-length", declared.encode())])
             await caller.call()
             assert caller.status == 413
             check_error(caller.body)
@@ -595,12 +614,12 @@ def test_a_body_that_says_it_is_too_large_is_not_read_at_all(chain: LocalStageCh
 @pytest.mark.parametrize("declared", ["", "1", "-1", "abc", "0" * 30, "\u00b2", "1e9"])
 def test_a_wrong_content_length_bounds_nothing(chain: LocalStageChain, tokenizer: Tokenizer, declared: str) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
+        async with _harness(chain, tokenizer) as harness:
             header = [(b"content-length", declared.encode("latin-1"))]
-            fitting = Caller(house.app, json.dumps(GREEDY).encode(), headers=header)
+            fitting = Caller(harness.app, json.dumps(GREEDY).encode(), headers=header)
             await fitting.call()
             assert fitting.status == 200
-            too_large = Caller(house.app, b" " * (MAX_BODY + 1), headers=header)
+            too_large = Caller(harness.app, b" " * (MAX_BODY + 1), headers=header)
             await too_large.call()
             assert too_large.status == 413
 
@@ -625,21 +644,21 @@ def test_a_full_router_says_when_to_come_back(
             first_step.set()
             await release.wait()
 
-        async with _house(chain, tokenizer, gate, **bounds) as house:
-            running = asyncio.create_task(house.post(GREEDY))
+        async with _harness(chain, tokenizer, gate, **bounds) as harness:
+            running = asyncio.create_task(harness.post(GREEDY))
             await first_step.wait()
-            before = (house.router.scheduler.num_running, house.router.scheduler.num_waiting, house.router.num_requests)
+            before = (harness.router.scheduler.num_running, harness.router.scheduler.num_waiting, harness.router.num_requests)
             for stream in (False, True):
-                response = await house.post(GREEDY | changes | {"stream": stream})
+                response = await harness.post(GREEDY | changes | {"stream": stream})
                 assert response.status_code == 429
                 assert int(response.headers["retry-after"]) >= 1
                 assert check_error(response.content, code="rate_limit_exceeded")["type"] == "rate_limit_error"
-            scheduler = house.router.scheduler
-            assert (scheduler.num_running, scheduler.num_waiting, house.router.num_requests) == before
-            waiting = asyncio.create_task(house.post(GREEDY | {"prompt": [1] * 20}))
+            scheduler = harness.router.scheduler
+            assert (scheduler.num_running, scheduler.num_waiting, harness.router.num_requests) == before
+            waiting = asyncio.create_task(harness.post(GREEDY | {"prompt": [1] * 20}))
             release.set()
             assert (await running).status_code == (await waiting).status_code == 200
-            await house.becomes_idle()
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
@@ -660,9 +679,9 @@ def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
     chain: LocalStageChain, tokenizer: Tokenizer, stream: bool
 ) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer, _fails_at(0)) as house:
+        async with _harness(chain, tokenizer, _fails_at(0)) as harness:
             for _ in range(2):
-                response = await house.post(GREEDY | {"stream": stream})
+                response = await harness.post(GREEDY | {"stream": stream})
                 assert response.status_code == 503
                 assert response.headers["retry-after"] == "1"
                 error = check_error(response.content, code="unavailable")
@@ -673,8 +692,8 @@ def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
 
 def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer, _fails_at(3)) as house:
-            response = await house.post(GREEDY)
+        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
+            response = await harness.post(GREEDY)
             assert response.status_code == 503
             check_error(response.content, code="unavailable")
 
@@ -683,8 +702,8 @@ def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(chain: Loca
 
 def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer, _fails_at(3)) as house:
-            response = await house.post(GREEDY | {"stream": True})
+        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
+            response = await harness.post(GREEDY | {"stream": True})
             assert response.status_code == 200
             first, *_, last, nothing = response.text.split("\n\n")
             assert nothing == ""
@@ -698,8 +717,8 @@ def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalSta
 
 def test_openais_own_client_raises_what_ends_a_stream(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer, _fails_at(3)) as house:
-            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=house.client, max_retries=0)
+        async with _harness(chain, tokenizer, _fails_at(3)) as harness:
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://ingress/v1", http_client=harness.client, max_retries=0)
             stream = await client.completions.create(model="tiny", prompt="a", max_tokens=8, stream=True)
             with pytest.raises(openai.APIError, match="stage 1 died"):
                 async for _ in stream:
@@ -715,13 +734,13 @@ def test_a_defect_is_a_status_without_its_insides(
         raise ZeroDivisionError("secret")
 
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            monkeypatch.setattr(house.router, "generate", defect)
-            transport = httpx.ASGITransport(house.app, raise_app_exceptions=False)
+        async with _harness(chain, tokenizer) as harness:
+            monkeypatch.setattr(harness.router, "generate", defect)
+            transport = httpx.ASGITransport(harness.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
                 response = await client.post("/v1/completions", json=GREEDY)
             assert response.status_code == 500
-            assert "secret" not in check_error(response.content)["message"]
+            assert check_error(response.content)["message"] == DEFECT
 
     asyncio.run(scenario())
 
@@ -753,8 +772,8 @@ class Caller:
             "path": "/v1/completions",
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"host", b"door"), *(headers or [])],
-            "server": ("door", 80),
+            "headers": [(b"host", b"ingress"), *(headers or [])],
+            "server": ("ingress", 80),
         }
         self._raises_when_left = spec_version >= "2.4"
         self.left = asyncio.Event()
@@ -789,36 +808,36 @@ class Caller:
 
 
 @dataclass
-class HeldHouse:
-    """A house whose pipeline stops after a few steps until ``release``, so that a request is surely unfinished."""
+class HeldHarness:
+    """A server whose pipeline stops after a few steps until ``release``, so that a request is surely unfinished."""
 
-    house: House
+    harness: Harness
     release: asyncio.Event
 
     async def has_let_go(self) -> None:
-        """Nobody asks for tokens any more, and the few steps that were under way are the last."""
+        """No request needs tokens any more, and the few steps that were in flight are the last."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert self.house.router.num_requests == 0
-        num_steps = self.house.router.scheduler.num_steps
+        assert self.harness.router.num_requests == 0
+        num_steps = self.harness.router.scheduler.num_steps
         self.release.set()
-        await self.house.becomes_idle()
-        assert self.house.router.scheduler.num_steps == num_steps
-        assert self.house.door._pacer.num_streams == 0
-        response = await self.house.post(GREEDY)
+        await self.harness.becomes_idle()
+        assert self.harness.router.scheduler.num_steps == num_steps
+        assert self.harness.server._pacer.num_streams == 0
+        response = await self.harness.post(GREEDY)
         assert response.status_code == 200
 
 
 @asynccontextmanager
-async def _held(chain: StageChain, tokenizer: Tokenizer, after_step: int = 4) -> AsyncIterator[HeldHouse]:
+async def _held(chain: StageChain, tokenizer: Tokenizer, after_step: int = 4) -> AsyncIterator[HeldHarness]:
     release = asyncio.Event()
 
     async def gate(batch: MicroBatch) -> None:
         if batch.step_id >= after_step:
             await release.wait()
 
-    async with _house(chain, tokenizer, gate) as house:
-        yield HeldHouse(house, release)
+    async with _harness(chain, tokenizer, gate) as harness:
+        yield HeldHarness(harness, release)
 
 
 @pytest.mark.parametrize("leaves_at", [0, 1, 2])
@@ -828,7 +847,7 @@ def test_a_client_that_leaves_a_stream_takes_its_work_along(
 ) -> None:
     async def scenario() -> None:
         async with _held(chain, tokenizer) as held:
-            caller = Caller(held.house.app, json.dumps(LONG).encode(), leaves_at, spec_version)
+            caller = Caller(held.harness.app, json.dumps(LONG).encode(), leaves_at, spec_version)
             with suppress(Exception):
                 await caller.call()
             assert caller.left.is_set()
@@ -844,9 +863,9 @@ def test_a_call_that_is_cancelled_takes_its_work_along(
 ) -> None:
     async def scenario() -> None:
         async with _held(chain, tokenizer, after_step) as held:
-            caller = Caller(held.house.app, json.dumps(LONG | changes).encode())
+            caller = Caller(held.harness.app, json.dumps(LONG | changes).encode())
             calling = asyncio.create_task(caller.call())
-            while held.house.router.scheduler.num_steps <= after_step:
+            while held.harness.router.scheduler.num_steps <= after_step:
                 await asyncio.sleep(0)
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -860,8 +879,8 @@ def test_a_call_that_is_cancelled_takes_its_work_along(
 def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, tokenizer: Tokenizer, num_read: int) -> None:
     async def scenario() -> None:
         async with _held(chain, tokenizer) as held:
-            caller = Caller(held.house.app, json.dumps(LONG).encode())
-            response = await held.house.door.completions(Request(caller._scope, caller._receive))
+            caller = Caller(held.harness.app, json.dumps(LONG).encode())
+            response = await held.harness.server.completions(Request(caller._scope, caller._receive))
             assert isinstance(response, SseResponse)
             body = response.events
             async with aclosing(body):
@@ -875,26 +894,26 @@ def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, 
 
 def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            caller = Caller(house.app, b"")
+        async with _harness(chain, tokenizer) as harness:
+            caller = Caller(harness.app, b"")
             caller._parts.clear()
             caller.left.set()
             await caller.call()
             assert caller.status == 499
-            assert house.router.scheduler.num_steps == 0
+            assert harness.router.scheduler.num_steps == 0
 
     asyncio.run(scenario())
 
 
 def test_those_who_stay_do_not_notice_who_leaves(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with _house(chain, tokenizer) as house:
-            alone = (await house.post(LONG | {"stream": False})).json()["choices"][0]["text"]
-            staying = [asyncio.create_task(house.post(LONG | {"stream": False})) for _ in range(3)]
-            leaving = [Caller(house.app, json.dumps(LONG).encode(), leaves_at) for leaves_at in (0, 1, 2, 3)]
+        async with _harness(chain, tokenizer) as harness:
+            alone = (await harness.post(LONG | {"stream": False})).json()["choices"][0]["text"]
+            staying = [asyncio.create_task(harness.post(LONG | {"stream": False})) for _ in range(3)]
+            leaving = [Caller(harness.app, json.dumps(LONG).encode(), leaves_at) for leaves_at in (0, 1, 2, 3)]
             await asyncio.gather(*(caller.call() for caller in leaving))
             assert [response.json()["choices"][0]["text"] for response in await asyncio.gather(*staying)] == [alone] * 3
-            await house.becomes_idle()
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
@@ -932,8 +951,8 @@ def test_streams_share_the_writes_evenly(
 def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
     chain: LocalStageChain, tokenizer: Tokenizer, kind: str
 ) -> None:
-    async def send(house: House, body: bytes) -> None:
-        response = await house.post(body)
+    async def send(harness: Harness, body: bytes) -> None:
+        response = await harness.post(body)
         assert response.status_code in (200, 400, 404, 413, 429)
         if response.status_code != 200:
             check_error(response.content)
@@ -941,18 +960,18 @@ def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
             assert all("error" not in event for event in _events(response))
         else:
             assert response.json()["choices"]
-        await house.becomes_idle()
+        await harness.becomes_idle()
 
     with asyncio.Runner() as runner:
-        opening = _house(chain, tokenizer)
-        house = runner.run(opening.__aenter__())
+        opening = _harness(chain, tokenizer)
+        harness = runner.run(opening.__aenter__())
 
         @settings(derandomize=True, deadline=None, max_examples=100)
         @given(body=BODIES[kind])
         def whatever(body: bytes) -> None:
-            runner.run(send(house, body))
+            runner.run(send(harness, body))
 
         whatever()
-        normal = runner.run(house.post(GREEDY))
+        normal = runner.run(harness.post(GREEDY))
         assert (normal.status_code, normal.json()["usage"]["completion_tokens"]) == (200, 8)
         runner.run(opening.__aexit__(None, None, None))

@@ -1,4 +1,4 @@
-"""Batch jobs over HTTP at their bounds: long lists, files that are gone, names that are none, keys used twice, jobs removed."""
+"""Batch jobs over HTTP at their bounds: long lists, files that are lost, invalid names, keys used twice, jobs removed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ from tramontane.router.batch.store import StoredResult
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path)
-    yield place
-    place.close()
+def harness(tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path)
+    yield harness
+    harness.close()
 
 
 def _http(service: BatchService) -> httpx.AsyncClient:
@@ -41,11 +41,11 @@ async def _uploaded(http: httpx.AsyncClient, text: bytes) -> str:
     return file_id
 
 
-def test_the_official_client_lists_more_batches_than_a_page_has(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_client_lists_more_batches_than_a_page_has(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_in_tests, "LIMITS", replace(jobs_in_tests.LIMITS, max_open_jobs=200))
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         made = [(await service.submit(pieces(request("a", 1)), JobOptions())).job_id for _ in range(102)]
         async with _http(service) as http:
             client = openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0)
@@ -56,8 +56,8 @@ def test_the_official_client_lists_more_batches_than_a_page_has(place: BatchHarn
 
 
 @pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "utf-16-le", "rot13", "undefined", "no-such-thing"])
-def test_a_form_in_another_charset_is_refused(place: BatchHarness, charset: str) -> None:
-    """Some make names of it that nobody can write down."""
+def test_a_form_in_another_charset_is_refused(harness: BatchHarness, charset: str) -> None:
+    """Some make names of it that cannot be encoded."""
 
     def form(name: bytes) -> bytes:
         disposition = b'Content-Disposition: form-data; name="'
@@ -65,7 +65,7 @@ def test_a_form_in_another_charset_is_refused(place: BatchHarness, charset: str)
         return b"\r\n".join([*parts, b"q", b"--b--", b""])
 
     async def scenario() -> None:
-        async with _http(place.service()) as http:
+        async with _http(harness.service()) as http:
             for given in (charset, f'"{charset}"', charset.upper()):
                 kind = {"content-type": f"multipart/form-data; boundary=b; charset={given}"}
                 refused = await http.post("/v1/files", content=form(b"\\ud800"), headers=kind)
@@ -79,13 +79,13 @@ def test_a_form_in_another_charset_is_refused(place: BatchHarness, charset: str)
     asyncio.run(scenario())
 
 
-def test_a_file_whose_bytes_are_gone_is_not_there(place: BatchHarness) -> None:
+def test_a_file_whose_bytes_are_lost_does_not_exist(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        async with _http(place.service()) as http:
+        async with _http(harness.service()) as http:
             texts = [b"", b"x" * (2**20 - 5000) + b"\n"]
             files = [await _uploaded(http, text) for text in texts]
             assert [(await http.get(f"/v1/files/{file}/content")).content for file in files] == texts
-            for path in Path(place.storage).rglob("*.jsonl"):
+            for path in Path(harness.storage).rglob("*.jsonl"):
                 path.unlink()
             for file in files:
                 lost = await http.get(f"/v1/files/{file}/content")
@@ -95,9 +95,9 @@ def test_a_file_whose_bytes_are_gone_is_not_there(place: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_a_key_of_another_request_is_refused(place: BatchHarness) -> None:
+def test_a_key_of_another_request_is_refused(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         async with _http(service) as http:
             first, second = [await _uploaded(http, requests(2)) for _ in range(2)]
             body = {"input_file_id": first, "endpoint": "/v1/completions", "metadata": {"who": "me"}}
@@ -118,43 +118,43 @@ def test_a_key_of_another_request_is_refused(place: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_results_of_a_job_that_is_removed_meanwhile_do_not_end_as_if_whole(
-    place: BatchHarness, monkeypatch: pytest.MonkeyPatch
+def test_results_of_a_job_that_is_removed_at_the_same_time_do_not_end_as_if_whole(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Removed after the job was looked up and before its results are, at the second page."""
     monkeypatch.setattr(batch_service, "MAX_RESULTS", 5)
 
     async def scenario() -> None:
-        service = place.service(keep_s=1000.0)
+        service = harness.service(keep_s=1000.0)
         job = await service.submit(pieces(requests(20)), JobOptions())
-        async with place.running(place.runner()):
+        async with harness.running(harness.runner()):
             assert len(await all_results(service, job.job_id)) == 20
         assert [line async for line in service.results(job.job_id, 20)] == []
         assert [line async for line in service.results(job.job_id, 30)] == []
-        real, asked = service._jobs.results, list[int]()
+        real, requested = service._jobs.results, list[int]()
 
         def results(*arguments: Any) -> Any:  # noqa: ANN401
-            asked.append(arguments[1])
-            if len(asked) == 2:
-                service._submissions.discard_ended(place.clock.now + 1)
+            requested.append(arguments[1])
+            if len(requested) == 2:
+                service._submissions.discard_ended(harness.clock.now + 1)
             return real(*arguments)
 
         service._jobs.results = results  # type: ignore[method-assign]
         with pytest.raises(UnknownJobError, match="removed"):
             await all_results(service, job.job_id)
-        assert asked == [0, 5]
+        assert requested == [0, 5]
 
     asyncio.run(scenario())
 
 
-def test_a_stream_of_results_keeps_little_in_memory(place: BatchHarness) -> None:
+def test_a_stream_of_results_keeps_little_in_memory(harness: BatchHarness) -> None:
     """Its reader may be slow, and there are many."""
 
     async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
         return {"said": "x" * (MAX_RESULT_CHARS // 3)}
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(20)), JobOptions())
         real, sizes = service._jobs.results, list[int]()
 
@@ -164,7 +164,7 @@ def test_a_stream_of_results_keeps_little_in_memory(place: BatchHarness) -> None
             return page
 
         service._jobs.results = results  # type: ignore[method-assign]
-        async with place.running(place.runner(answer)):
+        async with harness.running(harness.runner(answer)):
             assert len(await all_results(service, job.job_id)) == 20
         assert MAX_RESULT_CHARS // 2 < max(sizes) <= MAX_RESULT_CHARS
 

@@ -51,8 +51,8 @@ NUL_IN_NAME = b"\r\n".join(
 
 
 @dataclass
-class House:
-    place: BatchHarness
+class BatchServer:
+    harness: BatchHarness
     service: BatchService
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
@@ -65,42 +65,42 @@ def postgres_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path)
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path)
     if request.param == "postgresql":
-        place.database = new_database(request.getfixturevalue("postgres_url"))
-    yield place
-    place.close()
+        harness.database = new_database(request.getfixturevalue("postgres_url"))
+    yield harness
+    harness.close()
 
 
 @asynccontextmanager
-async def _house(place: BatchHarness, keep_s: float | None) -> AsyncIterator[House]:
-    service = place.service(keep_s=keep_s)
+async def _harness(harness: BatchHarness, keep_s: float | None) -> AsyncIterator[BatchServer]:
+    service = harness.service(keep_s=keep_s)
     guard = Middleware(AuthMiddleware, keys=ApiKeys(), sends_id=True)
     app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress")
     async with http, openai.AsyncOpenAI(base_url="http://ingress/v1", api_key="none", http_client=http, max_retries=0) as client:
-        yield House(place, service, http, client)
+        yield BatchServer(harness, service, http, client)
 
 
-def _in_house(place: BatchHarness, scenario: Callable[[House], Awaitable[None]], keep_s: float | None = None) -> None:
+def _run_scenario(harness: BatchHarness, scenario: Callable[[BatchServer], Awaitable[None]], keep_s: float | None = None) -> None:
     async def run() -> None:
-        async with _house(place, keep_s) as house:
-            await scenario(house)
+        async with _harness(harness, keep_s) as server:
+            await scenario(server)
 
     asyncio.run(run())
 
 
-async def _ended(house: House, batch_id: str) -> Any:  # noqa: ANN401
-    async with house.place.running(house.place.runner()):
-        async for _ in house.service.watch(batch_id):
+async def _ended(server: BatchServer, batch_id: str) -> Any:  # noqa: ANN401
+    async with server.harness.running(server.harness.runner()):
+        async for _ in server.service.watch(batch_id):
             pass
-    return await house.client.batches.retrieve(batch_id)
+    return await server.client.batches.retrieve(batch_id)
 
 
-def test_a_batch_from_upload_to_results(place: BatchHarness) -> None:
-    async def scenario(house: House) -> None:
-        client = house.client
+def test_a_batch_from_upload_to_results(harness: BatchHarness) -> None:
+    async def scenario(server: BatchServer) -> None:
+        client = server.client
         file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
         assert (file.filename, file.purpose, file.bytes) == ("in.jsonl", "batch", len(requests(3)) + 9)
         assert (await client.files.content(file.id)).content == requests(3) + b"nonsense\n"
@@ -109,7 +109,7 @@ def test_a_batch_from_upload_to_results(place: BatchHarness) -> None:
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"who": "me"}
         )
         assert (batch.status, batch.input_file_id, batch.metadata) == ("validating", file.id, {"who": "me"})
-        ended = await _ended(house, batch.id)
+        ended = await _ended(server, batch.id)
         assert ended.status == "completed"
         assert ended.completed_at is not None
         assert ended.request_counts.model_dump() == {"total": 4, "completed": 3, "failed": 1}
@@ -121,7 +121,7 @@ def test_a_batch_from_upload_to_results(place: BatchHarness) -> None:
         (error,) = [json.loads(line) for line in (await client.files.content(ended.error_file_id)).text.splitlines()]
         assert error["response"] is None
         assert (error["error"]["line"], error["error"]["code"]) == (4, "invalid_line")
-        results = await house.http.get(f"/v1/batches/{batch.id}/results", params={"offset": 2})
+        results = await server.http.get(f"/v1/batches/{batch.id}/results", params={"offset": 2})
         assert [json.loads(line) for line in results.text.splitlines()] == [lines[2], error]
         assert [each.id async for each in client.files.list(purpose="batch_output")] == [
             ended.error_file_id,
@@ -131,24 +131,24 @@ def test_a_batch_from_upload_to_results(place: BatchHarness) -> None:
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)
 
 
-def test_a_batch_without_one_good_line_has_failed(place: BatchHarness) -> None:
-    async def scenario(house: House) -> None:
-        file = await house.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
-        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+def test_a_batch_without_one_good_line_has_failed(harness: BatchHarness) -> None:
+    async def scenario(server: BatchServer) -> None:
+        file = await server.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
+        batch = await server.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
-        assert batch.failed_at == int(house.place.clock.now)
+        assert batch.failed_at == int(server.harness.clock.now)
         assert batch.errors is not None
         assert batch.errors.data is not None
-        told = [(error.line, error.code) for error in batch.errors.data]
-        assert told == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], "the first twenty, one by one"
+        reported = [(error.line, error.code) for error in batch.errors.data]
+        assert reported == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], "the first twenty, one by one"
         assert (batch.errors.data[1].message or "").startswith("line 3: it is not JSON")
-        assert (await house.client.batches.list()).data == [batch]
-        assert await house.client.batches.retrieve(batch.id) == batch
+        assert (await server.client.batches.list()).data == [batch]
+        assert await server.client.batches.retrieve(batch.id) == batch
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)
 
 
 REFUSALS: tuple[TramontaneError, ...] = (
@@ -164,12 +164,12 @@ def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> Non
     async def refuse(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
         raise REFUSALS[body["prompt"]]
 
-    place = new_batch_harness(tmp_path)
+    harness = new_batch_harness(tmp_path)
 
-    async def scenario(house: House) -> None:
-        job = await house.service.submit(pieces(requests(len(REFUSALS))), JobOptions())
-        async with place.running(place.runner(answer=refuse)):
-            results = await house.http.get(f"/v1/batches/{job.job_id}/results")
+    async def scenario(server: BatchServer) -> None:
+        job = await server.service.submit(pieces(requests(len(REFUSALS))), JobOptions())
+        async with harness.running(harness.runner(answer=refuse)):
+            results = await server.http.get(f"/v1/batches/{job.job_id}/results")
         for line, error in zip(results.text.splitlines(), REFUSALS, strict=True):
             answer, response = error_response(error), json.loads(line)["response"]
             assert (response["status_code"], response["body"]) == (answer.status_code, json.loads(answer.body))
@@ -177,27 +177,27 @@ def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> Non
         assert (first["status_code"], first["body"]["error"]["param"]) == (404, "model")
         assert first["body"]["error"]["code"] == "model_not_found"
 
-    _in_house(place, scenario)
-    place.close()
+    _run_scenario(harness, scenario)
+    harness.close()
 
 
 def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> None:
-    async def scenario(house: House) -> None:
-        now = int(house.place.clock.now)
-        file = await house.client.files.create(file=("in.jsonl", requests(1)), purpose="batch")
+    async def scenario(server: BatchServer) -> None:
+        now = int(server.harness.clock.now)
+        file = await server.client.files.create(file=("in.jsonl", requests(1)), purpose="batch")
         assert file.expires_at == now + 500
-        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await server.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         assert batch.expires_at is None, "it is not removed before it has ended"
-        house.place.clock.now += 100
-        assert (await _ended(house, batch.id)).expires_at == now + 600
-        assert [each.expires_at async for each in house.client.files.list()] == [now + 600, now + 500]
+        server.harness.clock.now += 100
+        assert (await _ended(server, batch.id)).expires_at == now + 600
+        assert [each.expires_at async for each in server.client.files.list()] == [now + 600, now + 500]
 
-    _in_house(new_batch_harness(tmp_path), scenario, keep_s=500.0)
+    _run_scenario(new_batch_harness(tmp_path), scenario, keep_s=500.0)
 
 
-def test_batches_are_listed_in_pages_and_cancelled(place: BatchHarness) -> None:
-    async def scenario(house: House) -> None:
-        client = house.client
+def test_batches_are_listed_in_pages_and_cancelled(harness: BatchHarness) -> None:
+    async def scenario(server: BatchServer) -> None:
+        client = server.client
         file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         made = [
             (await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")).id
@@ -209,31 +209,31 @@ def test_batches_are_listed_in_pages_and_cancelled(place: BatchHarness) -> None:
         assert [each.id async for each in client.batches.list(limit=2)] == made[::-1]
         assert [each.id async for each in client.files.list(limit=1)] == [file.id]
         assert (await client.batches.cancel(made[0])).status == "cancelling"
-        ended = await _ended(house, made[0])
+        ended = await _ended(server, made[0])
         assert (ended.status, ended.request_counts.failed) == ("cancelled", 2)
         assert ended.output_file_id is None
         assert b"batch_cancelled" in (await client.files.content(ended.error_file_id)).content
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)
 
 
-def test_a_request_that_comes_again_is_the_same_batch(place: BatchHarness) -> None:
-    async def scenario(house: House) -> None:
-        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+def test_a_request_that_comes_again_is_the_same_batch(harness: BatchHarness) -> None:
+    async def scenario(server: BatchServer) -> None:
+        file = await server.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
-        answers = [await house.http.post("/v1/batches", json=body, headers={"idempotency-key": key}) for key in "aab"]
+        answers = [await server.http.post("/v1/batches", json=body, headers={"idempotency-key": key}) for key in "aab"]
         ids = [answer.json()["id"] for answer in answers]
         assert ids[0] == ids[1] != ids[2]
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)
 
 
-def test_what_is_wrong_is_refused_in_openais_shape(place: BatchHarness) -> None:
-    async def scenario(house: House) -> None:
-        good = (await house.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
-        empty = (await house.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
+def test_what_is_wrong_is_refused_in_openais_shape(harness: BatchHarness) -> None:
+    async def scenario(server: BatchServer) -> None:
+        good = (await server.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
+        empty = (await server.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
         batch = {"input_file_id": good, "endpoint": "/v1/completions", "completion_window": "24h"}
-        post = house.http.post
+        post = server.http.post
         form = {"data": {"purpose": "batch"}, "files": {"file": ("f", b"x")}}
         boundary = {"content-type": "multipart/form-data; boundary=b"}
         for status, answer in [
@@ -245,12 +245,12 @@ def test_what_is_wrong_is_refused_in_openais_shape(place: BatchHarness) -> None:
             (400, post("/v1/files", **form | {"data": {"purpose": "batch", "more": "1"}})),
             (400, post("/v1/files", data={"purpose": "batch"}, files={"other": ("f", b"x")})),
             (413, post("/v1/files", **form | {"files": {"file": ("f", b"x" * (LIMITS.max_bytes + 1))}})),
-            (404, house.http.get("/v1/files/none")),
-            (404, house.http.get("/v1/files/none/content")),
-            (404, house.http.delete("/v1/files/none")),
-            (404, house.http.get("/v1/files?after=none")),
-            (400, house.http.get("/v1/files?limit=0")),
-            (400, house.http.get("/v1/files?order=up")),
+            (404, server.http.get("/v1/files/none")),
+            (404, server.http.get("/v1/files/none/content")),
+            (404, server.http.delete("/v1/files/none")),
+            (404, server.http.get("/v1/files?after=none")),
+            (400, server.http.get("/v1/files?limit=0")),
+            (400, server.http.get("/v1/files?order=up")),
             (400, post("/v1/batches", content=b"\xff")),
             (400, post("/v1/batches", content=b"[" * 5000)),
             (413, post("/v1/batches", content=b" " * 2**17)),
@@ -262,61 +262,63 @@ def test_what_is_wrong_is_refused_in_openais_shape(place: BatchHarness) -> None:
             (400, post("/v1/batches", json=batch | {"unknown": 1})),
             (400, post("/v1/batches", json=batch | {"input_file_id": empty})),
             (404, post("/v1/batches", json=batch | {"input_file_id": "none"})),
-            (404, house.http.get("/v1/batches/none")),
+            (404, server.http.get("/v1/batches/none")),
             (404, post("/v1/batches/none/cancel")),
-            (404, house.http.get("/v1/batches/none/results")),
-            (400, house.http.get("/v1/batches?limit=101")),
-            (404, house.http.get("/v1/batches?after=none")),
-            (400, house.http.get("/v1/batches?more=1")),
-            (404, house.http.get("/v1/files/%00")),
-            (404, house.http.get("/v1/files?after=%00")),
-            (400, house.http.get("/v1/files?purpose=%00")),
+            (404, server.http.get("/v1/batches/none/results")),
+            (400, server.http.get("/v1/batches?limit=101")),
+            (404, server.http.get("/v1/batches?after=none")),
+            (400, server.http.get("/v1/batches?more=1")),
+            (404, server.http.get("/v1/files/%00")),
+            (404, server.http.get("/v1/files?after=%00")),
+            (400, server.http.get("/v1/files?purpose=%00")),
             (400, post("/v1/files", content=NUL_IN_NAME, headers=boundary)),
-            (404, house.http.get("/v1/batches/%00")),
-            (404, house.http.get("/v1/batches?after=%00")),
+            (404, server.http.get("/v1/batches/%00")),
+            (404, server.http.get("/v1/batches?after=%00")),
             (404, post("/v1/batches/%00/cancel")),
             (404, post("/v1/batches", json=batch | {"input_file_id": "\0"})),
         ]:
             response = await answer
             assert response.status_code == status, (response.request.url, response.text)
             assert check_error(response.content)["param"] != "prompt"
-        assert (await house.http.get("/v1/batches")).json()["data"] == []
-        assert len([each async for each in house.client.files.list()]) == 2
+        assert (await server.http.get("/v1/batches")).json()["data"] == []
+        assert len([each async for each in server.client.files.list()]) == 2
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)
 
 
 def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    async def scenario(house: House) -> None:
+    async def scenario(server: BatchServer) -> None:
         (tmp_path / "deep").write_text("no folder")
-        response = await house.http.get("/v1/batches/batch_x", headers={"x-request-id": "mine"})
+        response = await server.http.get("/v1/batches/batch_x", headers={"x-request-id": "mine"})
         assert response.status_code == 404
-        response = await house.http.post(
+        response = await server.http.post(
             "/v1/files", data={"purpose": "batch"}, files={"file": ("f", b"x")}, headers={"x-request-id": "mine"}
         )
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
     with caplog.at_level(logging.WARNING):
-        _in_house(new_batch_harness(tmp_path), scenario)
+        _run_scenario(new_batch_harness(tmp_path), scenario)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("request mine failed: the jobs' database cannot be created")
 
 
-def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_results_too_many_is_refused_before_it_begins(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 1)
 
-    async def scenario(house: House) -> None:
-        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+    async def scenario(server: BatchServer) -> None:
+        file = await server.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         order = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
-        job_id = (await house.http.post("/v1/batches", json=order)).json()["id"]
-        watch = house.service.watch(job_id)
+        job_id = (await server.http.post("/v1/batches", json=order)).json()["id"]
+        watch = server.service.watch(job_id)
         await anext(watch)
-        refused = await house.http.get(f"/v1/batches/{job_id}/results")
+        refused = await server.http.get(f"/v1/batches/{job_id}/results")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
         check_error(refused.content, code="rate_limit_exceeded")
         await watch.aclose()
-        async with house.place.running(house.place.runner()):
-            assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
-        assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2, "the first gave its room back"
+        async with server.harness.running(server.harness.runner()):
+            assert len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
+        assert len((await server.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2, (
+            "the first gave its room back"
+        )
 
-    _in_house(place, scenario)
+    _run_scenario(harness, scenario)

@@ -1,4 +1,4 @@
-"""Bodies that are many, large or slow: a door reads them within bounds, and none that it would refuse anyway."""
+"""Bodies that are many, large or slow: they are read within bounds, and none that would be refused anyway."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ASKED = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
+REQUEST_BODY = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
 FORM = (b"content-type", b"multipart/form-data; boundary=b")
 
 
@@ -29,9 +29,9 @@ class Sender:
     def __init__(self, parts: Iterable[bytes], is_whole: bool = True, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         self._parts, self._is_whole, self._headers = list(parts), is_whole, list(headers)
         self.num_received, self.sent = 0, list[Message]()
-        self.waits, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.waits, self.resumed = asyncio.Event(), asyncio.Event()
 
-    async def ask(self, app: ASGIApp, path: str = COMPLETIONS) -> "Sender":
+    async def send_to(self, app: ASGIApp, path: str = COMPLETIONS) -> "Sender":
         scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": self._headers}
         await app(scope | {"query_string": b"", "root_path": ""}, self.receive, self._send)
         return self
@@ -39,7 +39,7 @@ class Sender:
     async def receive(self) -> Message:
         if self.num_received == len(self._parts):
             self.waits.set()
-            await self.goes_on.wait()
+            await self.resumed.wait()
             return {"type": "http.disconnect"}
         self.num_received += 1
         is_last = self._is_whole and self.num_received == len(self._parts)
@@ -71,7 +71,7 @@ class Refusing(ScriptedSource):
 @pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)])
 def test_what_would_be_refused_anyway_is_not_even_read(path: str, refusal: TramontaneError, status: int) -> None:
     async def scenario() -> None:
-        sender = await Sender([b"x" * MAX_BODY]).ask(http_app_for(Refusing(refusal)).app(), path)
+        sender = await Sender([b"x" * MAX_BODY]).send_to(http_app_for(Refusing(refusal)).app(), path)
         assert (sender.status, sender.num_received) == (status, 0)
         assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
 
@@ -85,19 +85,19 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
         bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
         app = http_app_for(ScriptedSource(), body_limiter=bodies).app()
         waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
-        asking = asyncio.create_task(waiting.ask(app))
+        request_task = asyncio.create_task(waiting.send_to(app))
         await waiting.waits.wait()
         assert bodies.num_held == 100
-        assert (await Sender([ASKED.ljust(100)]).ask(app)).status == 200
-        refused = await Sender([ASKED.ljust(60), b" " * 41, b" "]).ask(app)
+        assert (await Sender([REQUEST_BODY.ljust(100)]).send_to(app)).status == 200
+        refused = await Sender([REQUEST_BODY.ljust(60), b" " * 41, b" "]).send_to(app)
         assert (refused.status, refused.error["type"], refused.num_received) == (429, "rate_limit_error", 2)
         assert (b"retry-after", b"5") in refused.sent[0]["headers"]
         assert MODEL.counts.refused["overloaded"] == num_refused + 1
         assert bodies.num_held == 100, "what was refused is not held"
-        waiting.goes_on.set()
-        assert (await asking).status == 499
+        waiting.resumed.set()
+        assert (await request_task).status == 499
         assert bodies.num_held == 0
-        assert (await Sender([ASKED.ljust(200)]).ask(app)).status == 200
+        assert (await Sender([REQUEST_BODY.ljust(200)]).send_to(app)).status == 200
 
     asyncio.run(scenario())
 
@@ -106,7 +106,9 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 def test_a_body_that_stands_still_is_given_up(path: str) -> None:
     async def scenario() -> None:
         bodies = BodyLimiter(progress_timeout_s=0.01)
-        sender = await Sender([ASKED[:9]], is_whole=False).ask(http_app_for(ScriptedSource(), body_limiter=bodies).app(), path)
+        sender = await Sender([REQUEST_BODY[:9]], is_whole=False).send_to(
+            http_app_for(ScriptedSource(), body_limiter=bodies).app(), path
+        )
         assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
         assert "within 0.01 s" in sender.error["message"]
 
@@ -114,16 +116,16 @@ def test_a_body_that_stands_still_is_given_up(path: str) -> None:
 
 
 def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
-    place = new_batch_harness(tmp_path)
+    harness = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
-        door = BatchEndpoints(place.service(), BodyLimiter(progress_timeout_s=0.01))
-        app = Starlette(routes=door.routes(), exception_handlers=ERROR_HANDLERS)
-        assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).ask(app, "/v1/files")).status == 408
-        assert (await Sender([b"{"], is_whole=False).ask(app, "/v1/batches")).status == 408
+        endpoints = BatchEndpoints(harness.service(), BodyLimiter(progress_timeout_s=0.01))
+        app = Starlette(routes=endpoints.routes(), exception_handlers=ERROR_HANDLERS)
+        assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).send_to(app, "/v1/files")).status == 408
+        assert (await Sender([b"{"], is_whole=False).send_to(app, "/v1/batches")).status == 408
 
     asyncio.run(scenario())
-    place.close()
+    harness.close()
 
 
 @pytest.mark.parametrize(

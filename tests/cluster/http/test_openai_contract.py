@@ -1,4 +1,4 @@
-"""OpenAI's own client, sync and async, plain, streaming and raw, over everything that the door has of OpenAI's."""
+"""OpenAI's own client, sync and async, plain, streaming and raw, over everything that the API server has of OpenAI's."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def server(listening: Server) -> Server:
     """Answers what it always answers."""
     listening.says(*_ids(SAID))
     listening.source.failure, listening.source.fails_at = None, 0
-    listening.source.asked.clear()
+    listening.source.requested.clear()
     return listening
 
 
@@ -149,7 +149,7 @@ def test_chat(server: Server) -> None:
     for choice in answer.choices:
         assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
         assert (choice.message.tool_calls, choice.message.refusal, choice.logprobs) == (None, None, None)
-    [specs] = server.source.asked
+    [specs] = server.source.requested
     prompt = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"]).encode
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(specs[0].prompt_ids)
@@ -193,15 +193,15 @@ def test_stop_and_length(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_chats(server: Server, stream: bool) -> None:
-    asked: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    request_body: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     if stream:
-        choices = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+        choices = [chunk.choices[0] for chunk in server.client.chat.completions.create(**request_body, stream=True)]
     else:
-        choices = server.client.chat.completions.create(**asked).choices
-    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    assert [bytes(token.bytes).decode() for token in told] == [TOKENIZER.bytes_of(i).decode() for i in _ids(SAID)[:3]]
-    assert {token.logprob for token in told} == {-0.5}
-    assert [[top.logprob for top in token.top_logprobs] for token in told] == [[-0.5, -1.5]] * 3
+        choices = server.client.chat.completions.create(**request_body).choices
+    reported = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [bytes(token.bytes).decode() for token in reported] == [TOKENIZER.bytes_of(i).decode() for i in _ids(SAID)[:3]]
+    assert {token.logprob for token in reported} == {-0.5}
+    assert [[top.logprob for top in token.top_logprobs] for token in reported] == [[-0.5, -1.5]] * 3
 
 
 def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
@@ -219,7 +219,7 @@ def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
     ]
     answer = server.client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
     assert answer.choices[0].message.content == SAID
-    prompt = TOKENIZER.decode(server.source.asked[0][0].prompt_ids)
+    prompt = TOKENIZER.decode(server.source.requested[0][0].prompt_ids)
     for part in ("Be brief.", "How is\nthe weather?", "Arles", "windy", "of a town"):
         assert part in prompt
 
@@ -227,7 +227,7 @@ def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
 def test_tools_are_called(server: Server) -> None:
     server.says(CALLS, *_ids(CALLED))
     answer = server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required")
-    assert server.source.asked[0][0].sampling.grammar
+    assert server.source.requested[0][0].sampling.grammar
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert choice.message.tool_calls is not None
@@ -242,7 +242,7 @@ def test_tools_are_called(server: Server) -> None:
     assert json.loads(final.message.tool_calls[0].function.arguments) == {"town": "Arles"}
     assert final.message.tool_calls[0].id
     server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none")
-    assert not server.source.asked[-1][0].sampling.grammar
+    assert not server.source.requested[-1][0].sampling.grammar
 
 
 class Town(BaseModel):
@@ -253,11 +253,11 @@ def test_answers_in_json(server: Server) -> None:
     server.says(*_ids('{"name": "Arles"}'))
     parsed = server.client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Town)
     assert parsed.choices[0].message.parsed == Town(name="Arles")
-    assert server.source.asked[0][0].sampling.grammar
+    assert server.source.requested[0][0].sampling.grammar
     server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "json_object"})
-    assert server.source.asked[1][0].sampling.grammar
+    assert server.source.requested[1][0].sampling.grammar
     server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
-    assert not server.source.asked[2][0].sampling.grammar
+    assert not server.source.requested[2][0].sampling.grammar
 
 
 # Errors
@@ -265,12 +265,12 @@ def test_answers_in_json(server: Server) -> None:
 
 def test_a_wrong_key(server: Server) -> None:
     with (
-        OpenAI(api_key="wrong", base_url=server.url, max_retries=0) as stranger,
+        OpenAI(api_key="wrong", base_url=server.url, max_retries=0) as unauthorized,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
-        stranger.chat.completions.create(model="tiny", messages=HELLO)
+        unauthorized.chat.completions.create(model="tiny", messages=HELLO)
     assert refused.value.code == "invalid_api_key"
-    assert server.source.asked == []
+    assert server.source.requested == []
 
 
 def test_a_model_that_is_not_there(server: Server) -> None:
@@ -287,7 +287,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.user.content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.user.content"),
     ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages.0.user.name"),
-    ({"messages": [{"role": "stranger", "content": "a"}]}, "messages.0"),
+    ({"messages": [{"role": "narrator", "content": "a"}]}, "messages.0"),
     ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
     ({"messages": [{"role": "user", "content": "a"}] * 2049}, "messages"),
     ({"n": 0}, "n"),
@@ -309,11 +309,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "param"), BAD)
-def test_what_cannot_be_asked(server: Server, changes: dict[str, Any], param: str) -> None:
+def test_invalid_requests(server: Server, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
     assert refused.value.param == param
-    assert server.source.asked == []
+    assert server.source.requested == []
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:
@@ -332,7 +332,7 @@ def test_a_server_that_is_full(server: Server, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pipeline_that_is_gone(server: Server, stream: bool) -> None:
+def test_a_pipeline_that_is_lost(server: Server, stream: bool) -> None:
     server.source.failure = PipelineError("stage 1 died")
     with pytest.raises(openai.InternalServerError, match="stage 1 died") as refused:
         server.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
@@ -348,20 +348,20 @@ def test_a_pipeline_that_dies_in_the_middle(server: Server) -> None:
 
 
 def test_a_client_that_tries_again_gets_its_answer(server: Server) -> None:
-    """What OpenAI's client does by itself when it is told to come back."""
+    """What OpenAI's client does by itself when it is to try again later."""
     server.source.failure = OverloadedError("too much waits", 0)
-    told: list[int] = []
+    reported: list[int] = []
 
     class Recovering(list[Any]):
         def append(self, specs: Any) -> None:  # noqa: ANN401
             super().append(specs)
-            told.append(len(self))
+            reported.append(len(self))
             server.source.failure = OverloadedError("too much waits", 0) if len(self) < 2 else None
 
-    server.source.asked = Recovering()
+    server.source.requested = Recovering()
     try:
         client = server.client.with_options(max_retries=2)
         assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == SAID
-        assert told == [1, 2]
+        assert reported == [1, 2]
     finally:
-        server.source.asked = []
+        server.source.requested = []

@@ -1,4 +1,4 @@
-"""The description of the door is true: whatever it allows is answered as it says, and nothing breaks the server."""
+"""The description of the API server is true: whatever it allows is answered as it says, and nothing breaks the server."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
 def refuses_what_it_forbids(context: Any, response: Any, case: Any) -> bool | None:  # noqa: ANN401
-    """Larger bodies than the door reads are refused as such."""
+    """Larger bodies than the API server reads are refused as such."""
     return None if response.status_code == 413 else negative_data_rejection(context, response, case)
 
 
@@ -92,7 +92,7 @@ CHECKS = [
 @schema.parametrize()
 @settings(
     derandomize=True,
-    max_examples=60,  # beside the coverage phase, which tries the bounds of every field
+    max_examples=60,  # next to the coverage phase, which tries the bounds of every field
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -208,7 +208,7 @@ def test_keys_are_in_the_description_where_they_are_needed() -> None:
     assert without == ["/health"]
 
 
-def test_another_doors_routes_describe_themselves() -> None:
+def test_extra_routes_describe_themselves() -> None:
     async def files(_request: Request) -> JSONResponse:
         return JSONResponse({})
 

@@ -40,7 +40,7 @@ class Chain(ScriptedChain):
 
 
 @asynccontextmanager
-async def _house(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
+async def _harness(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
     cache = CachePlan(16, (WindowClass(None, CONTEXT // 16, 40),))
     chain = Chain(gate)
     router = Router(
@@ -73,7 +73,7 @@ def _after(num_steps: int) -> Gate:
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
 def test_work_ends_with_the_time_that_was_given(path: str, body: dict[str, Any], stream: bool) -> None:
     async def scenario() -> None:
-        async with _house(_stuck) as (client, router, _):
+        async with _harness(_stuck) as (client, router, _):
             response = await client.post(path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"})
             assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
             assert router.num_requests == 0
@@ -83,11 +83,11 @@ def test_work_ends_with_the_time_that_was_given(path: str, body: dict[str, Any],
 
 def test_a_stream_that_has_begun_ends_with_an_error_in_it() -> None:
     async def scenario() -> None:
-        async with _house(_after(3)) as (client, router, _):
+        async with _harness(_after(3)) as (client, router, _):
             response = await client.post("/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"})
             assert response.status_code == 200
-            *told, last = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
-            assert told
+            *reported, last = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
+            assert reported
             assert last["error"]["code"] == "deadline_exceeded"
             assert router.num_requests == 0
 
@@ -101,7 +101,7 @@ def test_a_request_whose_time_is_over_while_it_waits_is_never_begun() -> None:
         async def gate(_batch: MicroBatch) -> None:
             await release.wait()
 
-        async with _house(gate) as (client, router, chain):
+        async with _harness(gate) as (client, router, chain):
             first = asyncio.create_task(client.post("/v1/completions", json=BODY))
             while not chain.begun:
                 await asyncio.sleep(0)
@@ -115,9 +115,9 @@ def test_a_request_whose_time_is_over_while_it_waits_is_never_begun() -> None:
     asyncio.run(scenario())
 
 
-def test_whoever_is_in_time_is_answered() -> None:
+def test_a_request_within_its_deadline_is_answered() -> None:
     async def scenario() -> None:
-        async with _house(no_gate) as (client, _, _):
+        async with _harness(no_gate) as (client, _, _):
             response = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "3600"})
             assert response.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
 
@@ -134,7 +134,7 @@ def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
                 assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
             twice = await client.post("/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")])
             assert twice.status_code == 400
-        assert not source.asked
+        assert not source.requested
 
     asyncio.run(scenario())
 
@@ -146,21 +146,21 @@ def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
             for key in keys:
                 for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                     await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
-        owners = [{spec.owner for spec in specs} for specs in source.asked]
+        owners = [{spec.owner for spec in specs} for specs in source.requested]
         assert owners[::2] == owners[1::2], "of either endpoint"
         return [owner for (owner,) in owners[::2]]
 
     assert sorted(asyncio.run(scenario("a", "b", "c"))) == [1, 2, 3]
-    assert asyncio.run(scenario("a")) == [0], "a single key has nobody to share with"
+    assert asyncio.run(scenario("a")) == [0], "a single key has the whole queue"
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
 def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dict[str, Any]) -> None:
-    class NeverAsked(type(TOKENIZER)):  # type: ignore[misc]
+    class NeverCalled(type(TOKENIZER)):  # type: ignore[misc]
         def encode(self, _text: str) -> tuple[int, ...]:
             raise AssertionError("tokenized")
 
-    class NoChatAsked:
+    class NoChatCalled:
         tool_format = None
 
         def encode(self, _messages: Sequence[Any], _tools: Sequence[Any] = ()) -> tuple[int, ...]:
@@ -169,12 +169,12 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dic
     async def scenario() -> None:
         source = ScriptedSource(failure=QueueFullError("too much waits", 3))
         source.is_known_full = True
-        tokenizer = NeverAsked.__new__(NeverAsked)
-        door = http_app_for(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatAsked())
-        async with client_for(door.app()) as client:
+        tokenizer = NeverCalled.__new__(NeverCalled)
+        server = http_app_for(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatCalled())
+        async with client_for(server.app()) as client:
             response = await client.post(path, json=body)
             assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-        assert not source.asked
+        assert not source.requested
 
     asyncio.run(scenario())
 
@@ -188,7 +188,7 @@ def test_a_requests_id_travels_with_the_first_piece_of_its_prompt(path: str, bod
         seen.extend(chunk.request_id for chunk in batch.chunks)
 
     async def scenario() -> None:
-        async with _house(look) as (client, _, _):
+        async with _harness(look) as (client, _, _):
             answer = await client.post(path, json=body | {"n": 2}, headers={"x-request-id": "mine"})
             assert answer.status_code == 200
             await client.post(path, json={**body, "max_tokens": 1})

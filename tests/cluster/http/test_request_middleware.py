@@ -1,4 +1,4 @@
-"""What every endpoint of the door has: the request's id, other doors' routes, and a word about what is there."""
+"""What every endpoint of the API server has: the request's id, extra routes, and errors that name what exists."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from tramontane.cluster.http.errors import error_response
 from tramontane.cluster.serve_patches.proxy import StripControlHeaders, proxy_middlewares
 from tramontane.proto.errors import OverloadedError, PipelineError, UnsatisfiableSchemaError
-from tramontane.proto.grpc_status import DETAILS, error_from_status, status_for
+from tramontane.proto.grpc_messages import DETAILS, error_from_status, status_for
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.served_model import ServedModel
@@ -72,14 +72,14 @@ def test_what_is_no_failure_of_ours_is_not_in_the_log(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("sends_id", [True, False])
 def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_id: bool) -> None:
-    """Ray Serve's proxies write the id themselves, so that there the door must not."""
+    """Ray Serve's proxies write the id themselves, so that there the API server must not."""
 
     async def defect(_request: Request) -> JSONResponse:
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        door = http_app_for(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
-        async with client_for(door.app()) as client:
+        server = http_app_for(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
+        async with client_for(server.app()) as client:
             for path in ("/defect", "/health"):
                 response = await client.get(path, headers={"x-request-id": "mine"})
                 assert response.headers.get_list("x-request-id") == ["mine"] * sends_id
@@ -99,7 +99,7 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: by
         seen.append(scope["headers"])
 
     (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
-    scope = {"type": "http", "headers": [(b"host", b"door"), (name, given)]}
+    scope = {"type": "http", "headers": [(b"host", b"ingress"), (name, given)]}
     asyncio.run(middleware.cls(app)(scope, None, None))  # type: ignore[arg-type]
     assert ((name, given) in seen[0]) is kept
 
@@ -124,19 +124,19 @@ def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, 
     asyncio.run(scenario())
 
 
-def test_another_doors_routes_are_mounted_and_named() -> None:
+def test_extra_routes_are_mounted_and_named() -> None:
     async def files(_request: Request) -> JSONResponse:
         raise OverloadedError("too many files", 2)
 
     async def scenario() -> None:
         both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
-        door = http_app_for(ScriptedSource(), extra_routes=both)
-        async with client_for(door.app()) as client:
+        server = http_app_for(ScriptedSource(), extra_routes=both)
+        async with client_for(server.app()) as client:
             assert (await client.get("/v1/files")).status_code == 429
             unknown = await client.get("/v1/fields")
             assert (
                 check_error(unknown.content)["message"]
-                == "'/v1/fields' is not here; GET /openapi.json lists what is, /docs shows it"
+                == "'/v1/fields' is not here; there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
             )
             wrong = await client.put("/v1/files")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
@@ -154,8 +154,8 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
 
 def _post(path: str, body: object, model: ServedModel | None = None) -> httpx.Response:
     async def scenario() -> httpx.Response:
-        door = http_app_for(ScriptedSource(), **({} if model is None else {"model": model}))
-        async with client_for(door.app()) as client:
+        server = http_app_for(ScriptedSource(), **({} if model is None else {"model": model}))
+        async with client_for(server.app()) as client:
             return await client.post(path, json=body)
 
     return asyncio.run(scenario())
@@ -163,9 +163,9 @@ def _post(path: str, body: object, model: ServedModel | None = None) -> httpx.Re
 
 @pytest.mark.parametrize("text", ["What news?", "", " two  spaces ", "naïve \U0001f32c", "</s>[INST]", "la " * 30])
 def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
-    told = _post("/tokenize", {"model": "tiny", "prompt": text, "add_special_tokens": True}).json()
+    reported = _post("/tokenize", {"model": "tiny", "prompt": text, "add_special_tokens": True}).json()
     expected = list(TOKENIZER.encode(text))
-    assert told == {"count": len(expected), "max_model_len": CONTEXT, "tokens": expected, "token_strs": None}
+    assert reported == {"count": len(expected), "max_model_len": CONTEXT, "tokens": expected, "token_strs": None}
     assert _post("/detokenize", {"model": "tiny", "tokens": expected}).json() == {"prompt": text}
 
 
@@ -184,7 +184,7 @@ def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
         ("/detokenize", {"tokens": 1}, "tokens"),
     ],
 )
-def test_what_cannot_be_told_in_tokens_is_refused(path: str, body: dict[str, object], param: str) -> None:
+def test_what_cannot_be_tokenized_is_refused(path: str, body: dict[str, object], param: str) -> None:
     response = _post(path, body)
     assert response.status_code == 400
     check_error(response.content, param)

@@ -20,21 +20,21 @@ from tramontane.cluster.http.slow_clients import (
     num_buffered,
     with_backpressure,
 )
-from tramontane.cluster.serve_patches.response_queues import track_response_queues
+from tramontane.cluster.serve_patches.replica import track_response_queues
 
 NUM_TOKENS = 100
 
 
 class OpenSource(ScriptedSource):
-    """Knows how far it has been asked, and whether it is still open."""
+    """Knows how much it has produced, and whether it is still open."""
 
-    num_told, num_open = 0, 0
+    num_produced, num_open = 0, 0
 
     async def generate(self, specs: Any) -> Any:  # noqa: ANN401
         self.num_open += 1
         try:
             async for batch in super().generate(specs):
-                self.num_told += 1
+                self.num_produced += 1
                 yield batch
         finally:
             self.num_open -= 1
@@ -60,16 +60,16 @@ async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool =
 
 
 async def _settled(source: OpenSource) -> int:
-    """How much it has told, once it tells no more."""
+    """How many tokens it has produced, once it produces no more."""
     before = -1
-    while before != source.num_told:
-        before = source.num_told
+    while before != source.num_produced:
+        before = source.num_produced
         for _ in range(50):
             await asyncio.sleep(0)
     return before
 
 
-def test_a_stream_that_nobody_reads_stands_still_and_goes_on_when_somebody_does() -> None:
+def test_an_unread_stream_stops_and_continues_once_it_is_read() -> None:
     async def scenario() -> None:
         source, reads, written = _source(), asyncio.Event(), 0
 
@@ -79,17 +79,19 @@ def test_a_stream_that_nobody_reads_stands_still_and_goes_on_when_somebody_does(
             if written > 5:
                 await reads.wait()
 
-        asking = asyncio.create_task(_request(http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()))
+        request_task = asyncio.create_task(
+            _request(http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
+        )
         assert await _settled(source) < 10
         reads.set()
-        await asking
-        assert (source.num_told, source.num_open) == (NUM_TOKENS, 0)
+        await request_task
+        assert (source.num_produced, source.num_open) == (NUM_TOKENS, 0)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("through_ray_serve", [False, True])
-def test_whoever_does_not_read_for_too_long_is_dropped(
+def test_a_client_that_does_not_read_for_too_long_is_dropped(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, through_ray_serve: bool
 ) -> None:
     """Where Ray Serve is between, writing does not wait; its queue grows instead."""
@@ -119,20 +121,20 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
     assert "was dropped: its client did not read for 0.2 s" in record.getMessage()
 
 
-@pytest.mark.parametrize("asked", [{"stream": False}, {"stream": True}])
-def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("request_body", [{"stream": False}, {"stream": True}])
+def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, request_body: dict[str, Any]) -> None:
     async def send(_message: Message) -> None:
         await asyncio.Event().wait()
 
     source = _source()
     with caplog.at_level(logging.WARNING):
-        asyncio.run(_request(http_app_for(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **asked))
+        asyncio.run(_request(http_app_for(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **request_body))
     assert source.num_open == 0
     (record,) = caplog.records
     assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
 
 
-def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_what_ray_serve_has_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
     track_response_queues()
 
@@ -158,27 +160,27 @@ def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.
 
 
 class Connection:
-    """As uvicorn's: ``send`` waits until somebody reads, or the transport is gone."""
+    """As uvicorn's: ``send`` waits until the client reads, or the transport is closed."""
 
     def __init__(self) -> None:
         self.transport = self
-        self.gone, self.started = asyncio.Event(), asyncio.Event()
+        self.closed, self.started = asyncio.Event(), asyncio.Event()
         self.headers: dict[bytes, bytes] = {}
 
     def get_extra_info(self, _name: str) -> None:
         return None
 
     def abort(self) -> None:
-        self.gone.set()
+        self.closed.set()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.headers = dict(message["headers"])
             return
-        await self.gone.wait()
+        await self.closed.wait()
 
 
-async def _told(limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send) -> None:
+async def _answer(limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send) -> None:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         headers = [(b"a", b"b")] + ([(TIMEOUT_HEADER.encode(), limit)] if limit is not None else [])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -194,12 +196,12 @@ async def _one_write(send: Send) -> None:
     await send({"type": "http.response.body", "body": b"x", "more_body": True})
 
 
-def test_the_proxy_cuts_a_connection_that_takes_nothing_as_long_as_its_door_says() -> None:
+def test_the_proxy_cuts_a_connection_that_takes_nothing_for_as_long_as_its_ingress_allows() -> None:
     async def scenario() -> None:
         connection = Connection()
-        await _told(b"0.05", _one_write, connection.send)
-        assert connection.gone.is_set()
-        assert connection.headers == {b"a": b"b"}, "what the door says is not for clients"
+        await _answer(b"0.05", _one_write, connection.send)
+        assert connection.closed.is_set()
+        assert connection.headers == {b"a": b"b"}, "the ingress's header is not for clients"
 
     asyncio.run(scenario())
 
@@ -215,7 +217,7 @@ class Buffering(Connection):
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body":
             if self.written and not self._reads:
-                await self.gone.wait()
+                await self.closed.wait()
             self.written.append(message)
 
 
@@ -228,37 +230,37 @@ def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(s
 
     async def scenario() -> None:
         reading, waiting = Buffering(reads=True), Buffering(reads=False)
-        await _told(b"60", whole, reading.send)
+        await _answer(b"60", whole, reading.send)
         *others, last = reading.written
         assert b"".join(message["body"] for message in reading.written) == body
         assert [message["more_body"] for message in others] == [True] * len(others)
         assert not last.get("more_body", False)
-        assert not reading.gone.is_set()
-        await _told(b"0.05", whole, waiting.send)
-        assert waiting.gone.is_set() == (size > PIECE_BYTES)
+        assert not reading.closed.is_set()
+        await _answer(b"0.05", whole, waiting.send)
+        assert waiting.closed.is_set() == (size > PIECE_BYTES)
 
     asyncio.run(scenario())
 
 
-def test_doors_say_of_every_answer_how_long_it_may_go_unread() -> None:
+def test_ingresses_state_for_every_answer_how_long_it_may_be_unread() -> None:
     async def scenario() -> None:
         async with client_for(http_app_for(_source(), slow_client_timeout_s=30.0).app()) as client:
-            asked = {"prompt": "ROMEO:", "max_tokens": 2}
-            answers = [await client.post("/v1/completions", json=asked | {"stream": stream}) for stream in (True, False)]
+            request_body = {"prompt": "ROMEO:", "max_tokens": 2}
+            answers = [await client.post("/v1/completions", json=request_body | {"stream": stream}) for stream in (True, False)]
             answers += [await client.get("/v1/models"), await client.get("/nowhere")]
             assert [answer.headers.get(TIMEOUT_HEADER) for answer in answers] == ["30"] * 4
 
     asyncio.run(scenario())
 
 
-def test_the_proxy_waits_for_ever_where_no_door_says_otherwise() -> None:
+def test_the_proxy_waits_without_bound_where_no_ingress_states_one() -> None:
     async def scenario() -> None:
         connection = Connection()
-        telling = asyncio.create_task(_told(None, _one_write, connection.send))
-        await asyncio.wait([telling], timeout=0.2)
-        assert not telling.done()
+        answering = asyncio.create_task(_answer(None, _one_write, connection.send))
+        await asyncio.wait([answering], timeout=0.2)
+        assert not answering.done()
         connection.abort()
-        await telling
+        await answering
 
     asyncio.run(scenario())
 
@@ -269,6 +271,6 @@ def test_a_proxy_that_cannot_cut_says_so() -> None:
             await asyncio.Event().wait()
 
     with pytest.raises(SlowReaderError):
-        asyncio.run(_told(b"0.05", _one_write, stuck))
+        asyncio.run(_answer(b"0.05", _one_write, stuck))
     with pytest.raises(SlowReaderError):
         asyncio.run(_one_write(with_backpressure(stuck, 0.05)))

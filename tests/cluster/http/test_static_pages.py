@@ -1,4 +1,4 @@
-"""What /ui is made of, as the door gives it away."""
+"""The files of /ui, as the API server sends them."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ LONGEST = 200  # lines of a script
 
 
 def _get(path: str, **headers: str) -> httpx.Response:
-    """Without a key, of a door that wants one."""
+    """Without a key, of a server that requires one."""
 
     async def scenario() -> httpx.Response:
         async with client_for(http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")])).app()) as client:
@@ -26,7 +26,7 @@ def _get(path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", ["/ui", *UI_ASSETS])
-def test_every_file_is_open_typed_and_asked_about_again(path: str) -> None:
+def test_every_file_is_public_typed_and_revalidated(path: str) -> None:
     answer = _get(path)
     assert answer.status_code == 200
     name = "index.html" if path == "/ui" else path.rpartition("/")[2]

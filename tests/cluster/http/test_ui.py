@@ -1,4 +1,4 @@
-"""The page at /ui, in a browser, before a real door and pipelines that are imagined. One browser for all."""
+"""The page at /ui, in a browser, with a real API server and simulated pipelines. One browser for all."""
 
 import asyncio
 import re
@@ -23,8 +23,8 @@ from tramontane.router.engine.activity_log import Activity
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 KEY = "a-secret-key"
 
-# How many pixels of a canvas have each of the page's colours.
-COLOURS = """canvas => {
+# How many pixels of a canvas have each of the page's colors.
+COLORS = """canvas => {
   const probe = document.createElement("canvas").getContext("2d");
   const style = getComputedStyle(document.documentElement);
   const wanted = {};
@@ -50,20 +50,20 @@ class HeldSource(ScriptedSource):
     was_left = threading.Event()
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        told = 0
+        reported = 0
         async for batch in super().generate(specs):
-            if told == self.held_at:
+            if reported == self.held_at:
                 try:
                     await asyncio.Event().wait()
                 finally:
                     self.was_left.set()
-            told += 1
+            reported += 1
             yield batch
 
 
 @dataclass
-class Place:
-    """A server, and a browser that looks at it; what the page asked, and what it complained of."""
+class UiHarness:
+    """A server, and a browser that looks at it; its requests, and its errors."""
 
     chromium: Browser
     activity: FakeActivity = field(default_factory=lambda: FakeActivity({"here-0": 3}))
@@ -75,7 +75,7 @@ class Place:
     def __post_init__(self) -> None:
         keys = ApiKeys(map(SecretStr, self.keys))
         self.server = LocalServer(
-            http_app_for(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.ask).routes()).app()
+            http_app_for(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.report).routes()).app()
         )
 
     def page(self, **settings: Any) -> Page:  # noqa: ANN401 - playwright's own
@@ -95,8 +95,8 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def place(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Place]:
-    made = Place(chromium, keys=getattr(request, "param", ()))
+def ui(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[UiHarness]:
+    made = UiHarness(chromium, keys=getattr(request, "param", ()))
     made.server.start()
     yield made
     for context in chromium.contexts:
@@ -105,39 +105,39 @@ def place(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 def _drawn(page: Page, *names: str) -> dict[str, int]:
-    """As soon as there are pixels of all these colours."""
+    """As soon as there are pixels of all these colors."""
     page.wait_for_selector("canvas")
-    drawn = f"names => {{ const n = ({COLOURS})(document.querySelector('canvas')); return names.every(name => n[name]); }}"
+    drawn = f"names => {{ const n = ({COLORS})(document.querySelector('canvas')); return names.every(name => n[name]); }}"
     page.wait_for_function(drawn, arg=names)
-    counts: dict[str, int] = page.eval_on_selector("canvas", COLOURS)
+    counts: dict[str, int] = page.eval_on_selector("canvas", COLORS)
     return counts
 
 
 def test_what_is_imagined_is_what_a_server_may_say() -> None:
-    pipelines = asyncio.run(FakeActivity({"here-0": 3}).ask({}))
+    pipelines = asyncio.run(FakeActivity({"here-0": 3}).report({}))
     assert len(Activity.model_validate({"now": 0.0, "pipelines": pipelines}).pipelines[0].micro_batches) > 10
 
 
-def test_everything_is_drawn_and_nothing_comes_from_elsewhere(place: Place) -> None:
-    page = place.page()
+def test_everything_is_drawn_and_nothing_comes_from_elsewhere(ui: UiHarness) -> None:
+    page = ui.page()
     counts = _drawn(page, "prefill", "decode", "idle")
     assert min(counts.values()) > 500
     expect(page.locator(".stages li")).to_have_count(3)
     expect(page.locator(".stages li").first).to_contain_text("Stage 1/3")
     expect(page.locator(".stages li").first).to_contain_text("83%")
     assert page.locator(".stages meter").nth(1).evaluate("meter => meter.value") == pytest.approx(0.74)
-    told = page.locator(".figures").inner_text()
+    reported = page.locator(".figures").inner_text()
     for figure in ("1,235", "3 waiting", "182 ms", "p95 1.25 s", "none lately", "26%", "96 of 256 pages"):
-        assert figure in told
+        assert figure in reported
     expect(page.locator("#model")).to_have_text("tiny")
     expect(page.locator("#state")).to_have_text("Live")
     expect(page.locator("#heat tbody tr").first).to_have_text(re.compile("0.*33%.*67%"))
-    assert place.complaints == []
-    assert all(request.url.startswith(f"{place.server.url}/") for request in place.requests)
+    assert ui.complaints == []
+    assert all(request.url.startswith(f"{ui.server.url}/") for request in ui.requests)
 
 
-def test_it_asks_for_what_follows_and_tells_what_is_in_a_micro_batch(place: Place) -> None:
-    page = place.page()
+def test_it_requests_what_follows_and_shows_what_is_in_a_micro_batch(ui: UiHarness) -> None:
+    page = ui.page()
     _drawn(page, "prefill")
     with page.expect_request(re.compile(r"/activity\?after=here-0%3A\d+$")):
         pass
@@ -152,41 +152,41 @@ def test_it_asks_for_what_follows_and_tells_what_is_in_a_micro_batch(place: Plac
     expect(page.locator(".picked")).to_contain_text("Point at")
 
 
-def test_a_page_that_is_paused_stands_still_and_asks_for_nothing(place: Place) -> None:
-    page = place.page()
+def test_a_page_that_is_paused_stands_still_and_sends_no_requests(ui: UiHarness) -> None:
+    page = ui.page()
     page.clock.install()
     _drawn(page, "prefill", "decode")
     page.click("#pause")
     expect(page.locator("#state")).to_have_text("Paused")
-    page.clock.run_for(1000)  # what had been asked has been answered, and drawn
-    asked, picture = place.activity.asked, "canvas => canvas.toDataURL()"
+    page.clock.run_for(1000)  # what had been requested has been answered, and drawn
+    requested, picture = ui.activity.requested, "canvas => canvas.toDataURL()"
     before = page.eval_on_selector("canvas", picture)
     page.clock.run_for(60_000)
-    assert place.activity.asked == asked
+    assert ui.activity.requested == requested
     assert page.eval_on_selector("canvas", picture) == before
-    with page.expect_request(re.compile("/activity$")):  # nobody wants to know all of that minute
+    with page.expect_request(re.compile("/activity$")):  # not all of that minute is requested
         page.click("#pause")
     expect(page.locator("#state")).to_have_text("Live")
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(place: Place, kind: str) -> None:
-    page = place.page()
+def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(ui: UiHarness, kind: str) -> None:
+    page = ui.page()
     page.check(f"input[value={kind}]", force=True)
-    place.source.held_at = 3
+    ui.source.held_at = 3
     page.fill("#prompt", "What news?")
     page.click("#send")
     expect(page.locator("#answer")).to_have_text(re.compile(r"^\s*Good m$"))
     expect(page.locator("#send")).to_be_disabled()
-    place.source.was_left.clear()
+    ui.source.was_left.clear()
     page.click("#stop")
     expect(page.locator("#answer-status")).to_contain_text("Stopped after")
-    assert place.source.was_left.wait(60), "the server goes on"
-    place.source.held_at = None
+    assert ui.source.was_left.wait(60), "the server continues"
+    ui.source.held_at = None
     page.locator("#prompt").press("Control+Enter")
     expect(page.locator("#answer")).to_have_text(SAID)
     expect(page.locator("#answer-status")).to_contain_text("8 tokens, first after")
-    assert place.complaints == []
+    assert ui.complaints == []
 
 
 @pytest.mark.parametrize(
@@ -196,37 +196,37 @@ def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(place: Place
         (PipelineError("stage 1 died"), 2, "Stage 1 died."),
     ],
 )
-def test_what_the_server_refuses_is_said_in_words(place: Place, failure: Any, fails_at: int, said: str) -> None:  # noqa: ANN401
-    place.source.failure, place.source.fails_at = failure, fails_at
-    page = place.page()
+def test_what_the_server_refuses_is_said_in_words(ui: UiHarness, failure: Any, fails_at: int, said: str) -> None:  # noqa: ANN401
+    ui.source.failure, ui.source.fails_at = failure, fails_at
+    page = ui.page()
     page.click("#send")
     expect(page.locator("#answer-status")).to_have_text(said)
     expect(page.locator("#send")).to_be_enabled()
 
 
-@pytest.mark.parametrize("place", [(KEY,)], indirect=True)
-def test_a_key_is_asked_for_and_kept_in_this_tab_alone(place: Place) -> None:
-    page = place.page()
+@pytest.mark.parametrize("ui", [(KEY,)], indirect=True)
+def test_a_key_is_requested_and_kept_in_this_tab_alone(ui: UiHarness) -> None:
+    page = ui.page()
     expect(page.locator("#key")).to_be_focused()
     expect(page.locator("#watch")).to_be_hidden()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     expect(page.locator("#key-status")).to_have_text("The server does not take this key.")
-    assert place.activity.asked == 0
+    assert ui.activity.requested == 0
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
     _drawn(page, "prefill")
     page.reload()
     _drawn(page, "prefill")
-    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{place.server.url}/ui"]
+    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{ui.server.url}/ui"]
     page.click("#send")
     expect(page.locator("#answer")).to_have_text(SAID)
     page.click("#forget")
     expect(page.locator("#key")).to_be_focused()
 
 
-def test_experts_are_shown_where_there_are_some(place: Place) -> None:
-    page = place.page()
+def test_experts_are_shown_where_there_are_some(ui: UiHarness) -> None:
+    page = ui.page()
     expect(page.locator("#heat tbody tr").nth(1)).to_have_text(re.compile("1.*100%.*0%"))
     assert page.eval_on_selector_all(".most", "cells => cells.map(cell => cell.textContent)") == ["67%", "100%"]
     page.check("input[value=recent]", force=True)
@@ -236,9 +236,9 @@ def test_experts_are_shown_where_there_are_some(place: Place) -> None:
     expect(page.locator("#experts")).to_be_hidden()
 
 
-def test_it_fits_a_phone_and_pipelines_are_below_one_another(place: Place) -> None:
-    place.activity.pipelines = {"here-0": 4, "here-1": 2}
-    page = place.page(viewport=PHONE, device_scale_factor=2, has_touch=True)
+def test_it_fits_a_phone_and_pipelines_are_below_one_another(ui: UiHarness) -> None:
+    ui.activity.pipelines = {"here-0": 4, "here-1": 2}
+    page = ui.page(viewport=PHONE, device_scale_factor=2, has_touch=True)
     _drawn(page, "prefill", "decode")
     first, second = (page.locator(".pipeline").nth(index).bounding_box() for index in range(2))
     assert first is not None
@@ -246,48 +246,48 @@ def test_it_fits_a_phone_and_pipelines_are_below_one_another(place: Place) -> No
     assert second["y"] >= first["y"] + first["height"]
     expect(page.locator("#heat td")).to_have_count(4)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    place.activity.pipelines = {"here-1": 2}
+    ui.activity.pipelines = {"here-1": 2}
     expect(page.locator(".pipeline")).to_have_count(1)
 
 
-def test_a_dark_scheme_has_dark_colours(place: Place) -> None:
-    page = place.page(color_scheme="light")
+def test_a_dark_scheme_has_dark_colors(ui: UiHarness) -> None:
+    page = ui.page(color_scheme="light")
     paint = "[document.body, document.querySelector('.card')].map(each => getComputedStyle(each).backgroundColor)"
     _drawn(page, "prefill", "decode", "idle")
     light = page.evaluate(paint)
     page.emulate_media(color_scheme="dark")
-    _drawn(page, "prefill", "decode", "idle")  # in the colours of this scheme
+    _drawn(page, "prefill", "decode", "idle")  # in the colors of this scheme
     dark = page.evaluate(paint)
     assert all(_brightness(a) > 200 > 60 > _brightness(b) for a, b in zip(light, dark, strict=True))
 
 
-def _brightness(colour: str) -> float:
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+def _brightness(color: str) -> float:
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
-def test_a_server_that_went_away_is_missed_and_found_again(place: Place) -> None:
-    page = place.page()
+def test_a_server_that_went_away_is_missed_and_found_again(ui: UiHarness) -> None:
+    page = ui.page()
     _drawn(page, "prefill")
-    place.server.stop()
+    ui.server.stop()
     expect(page.locator("#trouble")).to_contain_text("The server does not answer. Trying again in")
     expect(page.locator("#state")).to_have_text("Server away")
-    place.activity.recoveries = 1
-    place.server.start_again()
+    ui.activity.recoveries = 1
+    ui.server.start_again()
     expect(page.locator("#trouble")).to_be_hidden()
     expect(page.locator("#state")).to_have_text("Live")
     expect(page.locator(".facts")).to_have_text("3 stages · 1 recovery")
 
 
-def test_a_tab_that_nobody_sees_asks_for_nothing(place: Place) -> None:
-    page = place.page()
+def test_a_hidden_tab_sends_no_requests(ui: UiHarness) -> None:
+    page = ui.page()
     _drawn(page, "prefill")
     page.clock.install()
     show = "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); %s }"
     show %= "document.dispatchEvent(new Event('visibilitychange'))"
     page.evaluate(show, True)
-    page.clock.run_for(1000)  # what had been asked has been answered
-    asked = place.activity.asked
+    page.clock.run_for(1000)  # what had been requested has been answered
+    requested = ui.activity.requested
     page.clock.run_for(60_000)
-    assert place.activity.asked == asked
+    assert ui.activity.requested == requested
     with page.expect_request(re.compile("/activity$")):
         page.evaluate(show, False)

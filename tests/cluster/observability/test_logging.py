@@ -26,9 +26,8 @@ from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.serving.token_channel import IngressStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.log_fields import format_request_ids, request_fields, requests_fields
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import SamplingParams, SequenceRequest, format_request_ids, request_fields, requests_fields
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -97,7 +96,7 @@ def serves_handler() -> Iterator[_Kept]:
 
 @pytest.mark.usefixtures("_own_logging")
 def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_handler: _Kept) -> None:
-    use_serve_log(LogSettings(), "door")
+    use_serve_log(LogSettings(), "ingress")
     use_serve_log(LogSettings(), "router", pipeline="app-0")  # which replaces the first
     logging.getLogger(SERVE_LOGGER_NAME).addHandler(serves_handler)
     logger.warning("request mine failed", extra=request_fields("mine"))
@@ -108,28 +107,28 @@ def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_ha
     assert said["request_id"] == "mine"
 
 
-async def _asked(*ids: str) -> list[int]:
-    """At the door of an application that has one path beside /health."""
+async def _requested(*ids: str) -> list[int]:
+    """Send requests to an application that has one path next to /health."""
 
     async def answer(_request: Request) -> PlainTextResponse:
         return PlainTextResponse("secret words")
 
     routes = [Route("/health", answer), Route("/here", answer)]
-    door = AuthMiddleware(Starlette(routes=routes), ApiKeys(), sends_id=True)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://ingress") as client:
+    app = AuthMiddleware(Starlette(routes=routes), ApiKeys(), sends_id=True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ingress") as client:
         paths = ["/here", "/nowhere", "/health"]
         return [(await client.get(path, headers={"x-request-id": own})).status_code for own, path in zip(ids, paths, strict=True)]
 
 
-def test_a_door_says_what_it_has_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ingress_logs_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
-        assert asyncio.run(_asked("first", "second", "third")) == [200, 404, 200]
-    told = [(vars(r)["request_id"], vars(r)["path"], vars(r)["status"]) for r in caplog.records if "status" in vars(r)]
-    assert told == [("first", "/here", 200), ("second", "/nowhere", 404)], "whoever asks for our health asks often"
+        assert asyncio.run(_requested("first", "second", "third")) == [200, 404, 200]
+    reported = [(vars(r)["request_id"], vars(r)["path"], vars(r)["status"]) for r in caplog.records if "status" in vars(r)]
+    assert reported == [("first", "/here", 200), ("second", "/nowhere", 404)], "health checks are frequent"
     assert "secret" not in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tramontane"):
-        asyncio.run(_asked("first", "second", "third"))
+        asyncio.run(_requested("first", "second", "third"))
     assert not caplog.records
 
 
@@ -147,7 +146,9 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(_read(channels))]
     while not (router.is_attached and channels.num_open):
         await asyncio.sleep(0)
-    said = [await channels.generate(router, "/door", i, wire.encode_specs([spec]), model_key("")) for i, spec in enumerate(specs)]
+    said = [
+        await channels.generate(router, "/ingress", i, wire.encode_specs([spec]), model_key("")) for i, spec in enumerate(specs)
+    ]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -155,7 +156,7 @@ async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[
 
 
 async def _read(channels: IngressStreams) -> None:
-    async for _ in channels.subscribe("/door", "replica"):
+    async for _ in channels.subscribe("/ingress", "replica"):
         pass
 
 
@@ -185,7 +186,7 @@ def test_a_failure_of_the_pipeline_names_whom_it_keeps_waiting(caplog: pytest.Lo
     assert vars(failure)["request_ids"] == ["waiting"]
 
 
-@pytest.mark.parametrize(("error", "has_traceback"), [(PipelineError("a neighbour is gone"), False), (ValueError("odd"), True)])
+@pytest.mark.parametrize(("error", "has_traceback"), [(PipelineError("a neighbor is lost"), False), (ValueError("odd"), True)])
 def test_a_stage_names_the_requests_of_a_step_that_fails(
     caplog: pytest.LogCaptureFixture, error: Exception, has_traceback: bool
 ) -> None:
@@ -201,4 +202,4 @@ def test_a_stage_names_the_requests_of_a_step_that_fails(
     assert record.getMessage() == f"step 1 failed, of requests new, known: {error}"
     assert bool(record.exc_info) is has_traceback
     worker.table.update(MicroBatch(0, 1, (), freed_seq_ids=(7,)))
-    assert worker.request_ids_of(failing) == ["new"], "whoever has ended is forgotten"
+    assert worker.request_ids_of(failing) == ["new"], "requests that have ended are forgotten"

@@ -50,7 +50,7 @@ class StandIn:
 
 @given(st.lists(st.integers(0, 5)))
 def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
-    """However often it is told, and without a call where nothing was added."""
+    """However often it is reported, and without a call where nothing was added."""
     counter, total = StandIn(), 0
     follower = DeltaCounter(counter)
     for number in added:
@@ -63,8 +63,9 @@ def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
 
 
 def test_every_expert_of_a_stage_has_a_series() -> None:
-    counter = StandIn()
-    tokens = ExpertTokenMetrics(counter, "app-0", 1)
+    metrics = StandIns()
+    tokens = ExpertTokenMetrics(metrics, "app-0", 1)
+    counter = metrics.counters["expert_tokens"]
     tokens.export({4: (1, 0), 5: (2, 3)})
     tokens.export({4: (1, 7), 5: (2, 4)})
     tags = {"pipeline": "app-0", "stage": "1"}
@@ -76,8 +77,9 @@ def test_every_expert_of_a_stage_has_a_series() -> None:
 
 
 def test_an_expert_actors_work_has_two_counters() -> None:
-    busy_s, rows = StandIn(), StandIn()
-    work = ExpertWorkMetrics(busy_s, rows, "app-0", 3)
+    metrics = StandIns()
+    work = ExpertWorkMetrics(metrics, "app-0", 3)
+    busy_s, rows = metrics.counters["expert_busy_seconds"], metrics.counters["expert_rows"]
     for seconds, number in ((0.0, 0), (0.5, 10), (0.5, 10), (2.0, 30)):
         work.export(seconds, number)
     series = (("actor", "3"), ("pipeline", "app-0"))
@@ -86,7 +88,7 @@ def test_an_expert_actors_work_has_two_counters() -> None:
 
 
 class StandIns:
-    """As ``MetricFactory``; it keeps what is told of every metric, by its name."""
+    """As ``MetricFactory``; it keeps what is reported of every metric, by its name."""
 
     def __init__(self) -> None:
         self.counters: dict[str, StandIn] = {}
@@ -159,7 +161,7 @@ async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:
             pass
 
 
-def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: LocalStageChain) -> None:
+def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(chain: LocalStageChain) -> None:
     stand_ins = StandIns()
     metrics = PipelineMetrics(stand_ins, "app-0")
 
@@ -168,7 +170,7 @@ def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: Loc
             await _generate(first, 20, 4)
             metrics.export(first)
             assert stand_ins.gauges["pipeline_running"].values == {"": 1.0}
-            await _generate(first, 20, 4)  # of this the last is told with the next router
+            await _generate(first, 20, 4)  # the last of it is reported with the next router
         async with _running(chain) as second:
             metrics.export(second)
             await _generate(second, 20, 4)
@@ -178,24 +180,24 @@ def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: Loc
             metrics.export(second)
 
     asyncio.run(drive())
-    told = stand_ins.counted
-    assert told("scheduled_tokens") == {"prefill": 63.0, "decode": 10.0}
-    assert told("stage_tokens") == {"0": 73.0, "1": 73.0}
-    assert told("micro_batches") == {"": len(stand_ins.histograms["micro_batch_tokens"].values)}
+    reported = stand_ins.counted
+    assert reported("scheduled_tokens") == {"prefill": 63.0, "decode": 10.0}
+    assert reported("stage_tokens") == {"0": 73.0, "1": 73.0}
+    assert reported("micro_batches") == {"": len(stand_ins.histograms["micro_batch_tokens"].values)}
     assert sum(stand_ins.histograms["micro_batch_tokens"].values) == 73
-    assert told("micro_batches") == {"": len(stand_ins.histograms["hop_seconds"].values)}, "one hop between two stages"
-    assert told("recoveries") == {"": 1.0}
-    assert told("recovery_pause_seconds")[""] > 0
+    assert reported("micro_batches") == {"": len(stand_ins.histograms["hop_seconds"].values)}, "one hop between two stages"
+    assert reported("recoveries") == {"": 1.0}
+    assert reported("recovery_pause_seconds")[""] > 0
     for stage in ("0", "1"):
-        both = told("stage_busy_seconds")[stage] + told("stage_waiting_seconds")[stage]
-        assert both == pytest.approx(told("pipeline_active_seconds")[""], rel=0.05)
+        both = reported("stage_busy_seconds")[stage] + reported("stage_waiting_seconds")[stage]
+        assert both == pytest.approx(reported("pipeline_active_seconds")[""], rel=0.05)
     (window,) = stand_ins.gauges["kv_cache_pages"].values
     assert stand_ins.gauges["kv_cache_pages"].values == {window: PLAN.cache.classes[0].num_pages}
     assert stand_ins.gauges["kv_cache_pages_in_use"].values == {window: 0.0}
     assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in PIPELINE_METRICS}
 
 
-def test_what_a_door_counts_is_told_once() -> None:
+def test_the_counts_of_an_ingress_are_reported_once() -> None:
     stand_ins, counts = StandIns(), RequestStats(lambda: 3.0)
     metrics = RequestMetrics(stand_ins, counts, "batch")
     counts.first_token_s.add(0.5)
@@ -217,7 +219,7 @@ def test_the_table_of_the_documentation_is_the_codes() -> None:
     page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
     table = page.split("<!-- metrics:")[1].split("<!-- end of metrics -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `ray_")]
-    told = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
-    assert [row[:4] for row in rows] == told
+    reported = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
+    assert [row[:4] for row in rows] == reported
     values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(REQUEST_KINDS)
     assert all(f"`{value}`" in page for value in values), "what labels may say"

@@ -12,11 +12,11 @@ from tramontane.cluster.observability.metrics import METRICS
 PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
 
 
-def test_every_query_asks_for_metrics_of_the_table_and_every_metric_is_asked_for() -> None:
+def test_every_query_uses_metrics_of_the_table_and_every_metric_is_used() -> None:
     known = {metric.exported for metric in METRICS}
-    asked = {place: metric_names(query) for place, query in queries().items()}
-    assert all(names and names <= known for names in asked.values()), asked
-    shown = set().union(*(asked[place] for place in asked if not place.startswith("Tramontane")))
+    requested = {place: metric_names(query) for place, query in queries().items()}
+    assert all(names and names <= known for names in requested.values()), requested
+    shown = set().union(*(requested[place] for place in requested if not place.startswith("Tramontane")))
     assert known - shown == {"ray_tramontane_pipeline_active_seconds_total"}, "which the bubble says"
 
 
@@ -50,7 +50,7 @@ def test_an_alert_says_what_to_do_and_the_documentation_names_it(alert: dict[str
     assert str(alert["expr"]) != compared(str(alert["expr"])), "it has a bound"
     rows = [line for line in PAGE.splitlines() if f"`{alert['alert']}`" in line and line.startswith("| `ray_")]
     assert len(rows) == 1
-    assert rows[0].split("`")[1] in metric_names(str(alert["expr"])), "beside the metric that it watches"
+    assert rows[0].split("`")[1] in metric_names(str(alert["expr"])), "next to the metric that it watches"
     for flag in re.findall(r"--[a-z-]+", str(annotations["runbook"])):
         assert f"`{flag}" in PAGE, flag
 

@@ -40,7 +40,7 @@ BURST = 8  # requests at once: too many for the queue
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[str]:
+def url() -> Iterator[str]:
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
@@ -82,27 +82,27 @@ def _values(client: httpx.Client, query: str) -> list[float]:
     return [value for series in found if not math.isnan(value := float(series["value"][1]))]
 
 
-async def _burst(door: str) -> int:
+async def _burst(url: str) -> int:
     """Returns the new tokens of all requests that were taken."""
     body = {"prompt": "What news from Rome?", "max_tokens": 30, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=120) as client:
-        answers = await asyncio.gather(*(client.post(f"{door}/v1/completions", json=body) for _ in range(BURST)))
+        answers = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(BURST)))
     assert {answer.status_code for answer in answers} <= {200, 429}
     return sum(answer.json()["usage"]["completion_tokens"] for answer in answers if answer.status_code == 200)
 
 
-def test_every_panel_and_every_alert_finds_something(door: str, tmp_path: Path) -> None:
+def test_every_panel_and_every_alert_finds_something(url: str, tmp_path: Path) -> None:
     with _prometheus(tmp_path) as client:
-        tokens, missing = asyncio.run(_burst(door)), queries()
+        tokens, missing = asyncio.run(_burst(url)), queries()
         while not _values(client, "sum(ray_tramontane_stage_busy_seconds_total)"):
             time.sleep(0.2)
         os.kill(router_stats()[0]["stages"][1]["pid"], signal.SIGKILL)  # a recovery
         while missing:  # until pytest's own timeout, which shows what is
-            tokens += asyncio.run(_burst(door))
+            tokens += asyncio.run(_burst(url))
             missing = {place: query for place, query in missing.items() if not _values(client, query)}
         # A scrape that takes longer than the second that it may makes every series stale until the next one.
-        while (told := _values(client, "sum(ray_tramontane_generation_tokens_total)")) != [tokens]:
-            assert not told or told[0] < tokens, "none is counted twice"
+        while (reported := _values(client, "sum(ray_tramontane_generation_tokens_total)")) != [tokens]:
+            assert not reported or reported[0] < tokens, "none is counted twice"
             time.sleep(0.2)
         while not (recoveries := _values(client, "sum(ray_tramontane_recoveries_total)")):
             time.sleep(0.2)

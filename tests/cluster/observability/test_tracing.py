@@ -1,4 +1,4 @@
-"""Spans of requests: what Ray Serve is told of them, and what a router adds below its own."""
+"""Spans of requests: what Ray Serve gets of them, and what a router adds below its own."""
 
 import math
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tramontane.router.scheduling.sequence import Sequence
 
 
 def two_processors(_one: object, _other: object) -> list[object]:
-    """No exporter: nobody would give it arguments."""
+    """No exporter: it would get no arguments."""
     return []
 
 
@@ -48,10 +48,10 @@ def test_without_an_exporter_there_is_no_tracing() -> None:
 
 
 @pytest.mark.parametrize("exporter", ["file", "otlp", "tramontane.cluster.observability.tracing:otlp"])
-def test_ray_serve_takes_what_it_is_told(exporter: str) -> None:
-    told = TracingConfig(**(tracing_config(exporter, 0.25) or {}))
-    assert (told.enabled, told.sampling_ratio) == (True, 0.25)
-    assert ":" in told.exporter_import_path
+def test_ray_serve_accepts_the_configuration(exporter: str) -> None:
+    reported = TracingConfig(**(tracing_config(exporter, 0.25) or {}))
+    assert (reported.enabled, reported.sampling_ratio) == (True, 0.25)
+    assert ":" in reported.exporter_import_path
 
 
 @pytest.mark.parametrize("exporter", ["console", "no.such:thing", "math:nothing", "math:pi", f"{__name__}:two_processors"])
@@ -87,7 +87,7 @@ def test_a_collector_gets_spans_in_bunches() -> None:
     processor.shutdown()
 
 
-def test_a_router_tells_where_a_requests_time_went(spans: InMemorySpanExporter) -> None:
+def test_a_router_reports_where_a_requests_time_went(spans: InMemorySpanExporter) -> None:
     progress = HealthTracker(lambda: 10.0)
     progress.on_failure("stage 1 died")
     with trace.get_tracer("").start_as_current_span("call"):
@@ -120,8 +120,8 @@ def test_what_is_off_or_not_sampled_leaves_nothing(spans: InMemorySpanExporter, 
 @pytest.mark.usefixtures("spans")
 @pytest.mark.parametrize(("is_on", "request_id"), [(True, "mine"), (False, "mine"), (True, "")])
 def test_a_call_for_a_request_belongs_to_its_trace(is_on: bool, request_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream of a router's tokens is begun in a request, and nobody's."""
+    """The stream of a router's tokens is begun in a request, and belongs to none."""
     monkeypatch.setattr(tracing_utils, "_tracing_enabled", is_on)
-    with trace.get_tracer("").start_as_current_span("door") as door:
+    with trace.get_tracer("").start_as_current_span("ingress") as ingress_span:
         context = request_context(request_id)
-    assert (context.run(trace.get_current_span) is door) is (is_on and bool(request_id))
+    assert (context.run(trace.get_current_span) is ingress_span) is (is_on and bool(request_id))

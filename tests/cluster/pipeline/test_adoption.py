@@ -15,10 +15,10 @@ from tramontane.proto.model_folder import RandomWeights
 
 SPEC = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
 DRIVEN = RayTaskError("claim", "a traceback", LeaseError("the pipeline is driven by another")).as_instanceof_cause()
-GONE = ActorUnavailableError("the supervisor is away", None)
+UNREACHABLE = ActorUnavailableError("the supervisor is away", None)
 
 
-@pytest.mark.parametrize(("error", "level"), [(DRIVEN, logging.INFO), (GONE, logging.WARNING)])
+@pytest.mark.parametrize(("error", "level"), [(DRIVEN, logging.INFO), (UNREACHABLE, logging.WARNING)])
 def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
     error: RayError, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

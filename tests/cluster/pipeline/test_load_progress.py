@@ -40,7 +40,7 @@ def without_weights(tmp_path: Path) -> Path:
 # ---- random weights
 
 
-def test_of_a_folder_only_what_is_beside_the_weights_is_read(without_weights: Path) -> None:
+def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: Path) -> None:
     config = _config(without_weights)
     assert validate_model(config) == ARGS
     assert [name for name, _digest in model_fingerprint(config)] == ["config.json", "tokenizer.model"]
@@ -102,7 +102,7 @@ def test_stages_that_have_not_answered_have_loaded_nothing() -> None:
     ]
 
 
-def test_stages_of_several_pipelines_are_told_apart() -> None:
+def test_stages_of_several_pipelines_are_distinguished() -> None:
     loaded = {"a-1-stage-0": 5, "a-0-stage-1": 7, "a-1-stage-1": 6}
     assert [(stage.label, stage.num_bytes) for stage in load_progress(PLAN, loaded, num_pipelines=3)] == [
         ("pipeline 1: Stage 1/2 layers 0-1", 0),
@@ -115,7 +115,7 @@ def test_stages_of_several_pipelines_are_told_apart() -> None:
     assert len(load_progress(PLAN, loaded, num_pipelines=1)) == 2, "one of an earlier command that is being removed is not shown"
 
 
-def test_stages_in_this_process_tell_every_tensor() -> None:
+def test_stages_in_this_process_report_every_tensor() -> None:
     shown: list[list[LoadProgress]] = []
     LocalStageChain.load(PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])).close()
     sums = [sum(stage.num_bytes for stage in stages) for stages in shown]

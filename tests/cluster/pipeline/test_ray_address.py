@@ -27,7 +27,7 @@ RunsHere = Callable[[str | None], None]
 
 
 class _Head(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """What a cluster's head node says when it is asked whether it is alive; to whom lacks ``token``, that it is wanted."""
+    """What a cluster's head node answers to a ping; without ``token``, that it is required."""
 
     def __init__(self, token: str | None) -> None:
         self.token = token
@@ -99,7 +99,7 @@ def test_no_cluster_on_this_machine(runs_here: RunsHere) -> None:
     assert _refusal("auto") == f"--address is auto, but no Ray cluster runs on this machine; {ADVICE}"
 
 
-def test_a_cluster_that_has_gone(runs_here: RunsHere) -> None:
+def test_a_cluster_that_has_ended(runs_here: RunsHere) -> None:
     """Ray remembers the last one that was started."""
     runs_here(f"{HERE}:1")
     assert _refusal("auto").startswith(f"no Ray cluster answers at --address auto ({HERE}:1): ")
@@ -138,7 +138,7 @@ def _with_a_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_with_a_token")
-def test_a_cluster_that_asks_for_a_token(runs_here: RunsHere) -> None:
+def test_a_cluster_that_requires_a_token(runs_here: RunsHere) -> None:
     """Without a mode Ray shows one to ``auto``, and to no other address."""
     with _head(TOKEN) as address:
         assert _refusal(address) == (

@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from reference import Expected, assert_best_experts, assert_same_tokens, greedy
+from stage_overlap import overlap_share
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, WorkerSettings
@@ -36,7 +37,6 @@ from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
 from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.stage_usage import overlap_share
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
@@ -95,16 +95,16 @@ def _check_tokens(spec: PipelineSpec, chain: ObjectStoreStageChain, budget: int,
 
 def _check_experts(spec: PipelineSpec, chain: ObjectStoreStageChain) -> None:
     """Of layers in the first, a middle and the last of several stages."""
-    asking = replace(GREEDY, return_experts=(0, 4, 7))
+    with_experts = replace(GREEDY, return_experts=(0, 4, 7))
     weights = random_model(ARGS).state_dict()
     prompts = [prompt for prompt in PROMPTS if len(prompt) <= 49]
-    answers: list[RequestOutput] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, asking))
+    answers: list[RequestOutput] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, with_experts))
     for prompt, answer in zip(prompts, answers, strict=True):
-        told: dict[int, list[list[int]]] = {layer: [] for layer in asking.return_experts}
+        reported: dict[int, list[list[int]]] = {layer: [] for layer in with_experts.return_experts}
         for _, layer, start, expert_ids in answer.experts:
-            assert start == len(told[layer])
-            told[layer] += map(list, expert_ids)
-        assert_best_experts(weights, ARGS, prompt + [event.token_id for event in answer.events[:-1]], told)
+            assert start == len(reported[layer])
+            reported[layer] += map(list, expert_ids)
+        assert_best_experts(weights, ARGS, prompt + [event.token_id for event in answer.events[:-1]], reported)
 
 
 def _leftovers(name: str) -> list[str]:
@@ -113,7 +113,7 @@ def _leftovers(name: str) -> list[str]:
     return [n for n in actors + groups if n.startswith(name)]
 
 
-def _wait_until_gone(name: str) -> None:
+def _wait_until_removed(name: str) -> None:
     """Ray removes actors in its own time; bounded by pytest's timeout, not by a clock here."""
     while _leftovers(name):
         time.sleep(0.05)
@@ -129,7 +129,7 @@ def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> No
         assert set(_leftovers(spec.name)) == {spec.name, f"{spec.name}-supervisor", spec.stage_name(0), spec.stage_name(1)}
         _check_tokens(spec, chain, 64, True)
         _check_tokens(spec, chain, 7, True)
-    _wait_until_gone(spec.name)
+    _wait_until_removed(spec.name)
 
 
 def test_same_tokens_and_experts_on_three_stages(folder: Path) -> None:
@@ -188,14 +188,14 @@ def test_a_stage_that_cannot_load_says_why_and_leaves_nothing(tmp_path: Path) ->
         running_chain(spec),
     ):
         pass
-    _wait_until_gone(spec.name)
+    _wait_until_removed(spec.name)
 
 
 def test_control_calls_overtake_steps(folder: Path) -> None:
-    """A step that waits for its input for ever must not keep the stage from answering."""
+    """A step that waits for its input forever must not keep the stage from answering."""
     with _pipeline(folder, 1) as (_, chain):
         (stage,) = chain.stages
-        never = ray.remote(num_cpus=0)(_sleep_for_ever).remote()
+        never = ray.remote(num_cpus=0)(_sleep_forever).remote()
         stuck = stage.step.remote(_one_token(0), never)
         assert ray.get(stage.health.options(concurrency_group="control").remote()).epoch == -1
         assert ray.wait([stuck], timeout=0)[0] == []
@@ -319,7 +319,7 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
     _check_tokens(spec, chain, 64, True)
 
 
-def test_edges_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
+def test_channels_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
     _, chain = linked
     stages = [psutil.Process(ray.get(stage.health.remote()).pid) for stage in chain.stages]
 
@@ -327,7 +327,7 @@ def test_edges_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tu
         sockets = [s for stage in stages for s in stage.net_connections("tcp") if s.status == status]
         return {(tuple(s.laddr), tuple(s.raddr)) for s in sockets}
 
-    def edges() -> set[tuple[tuple[str, int], tuple[str, int]]]:
+    def channels() -> set[tuple[tuple[str, int], tuple[str, int]]]:
         """Connections of which both ends are stages."""
         connected = opened(psutil.CONN_ESTABLISHED)
         return {(here, there) for here, there in connected if (there, here) in connected}
@@ -335,8 +335,8 @@ def test_edges_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tu
     listening = opened(psutil.CONN_LISTEN)
     for _ in range(3):
         asyncio.run(chain.fence())
-        assert len(edges()) == 2 * (chain.num_stages - 1)
-        assert {ip for (ip, _), _ in edges()} == {ray.util.get_node_ip_address()}  # type: ignore[no-untyped-call]
+        assert len(channels()) == 2 * (chain.num_stages - 1)
+        assert {ip for (ip, _), _ in channels()} == {ray.util.get_node_ip_address()}  # type: ignore[no-untyped-call]
     assert opened(psutil.CONN_LISTEN) <= listening
 
 
@@ -346,10 +346,10 @@ def test_stages_outlive_their_supervisor(folder: Path) -> None:
         ray.kill(supervisor, no_restart=False)
         _check_tokens(spec, chain, 512, True)
         ray.kill(supervisor, no_restart=False)  # it may be restarting when everything is to be removed
-    _wait_until_gone(spec.name)
+    _wait_until_removed(spec.name)
 
 
-def _sleep_for_ever() -> None:
+def _sleep_forever() -> None:
     time.sleep(3600)
 
 
@@ -424,12 +424,12 @@ def _health_once(stage: "ActorHandle[Any]", holds: Callable[[StageHealth], bool]
         time.sleep(0.02)
 
 
-def test_a_stage_whose_process_dies_while_loading_is_not_tried_for_ever(tmp_path: Path) -> None:
+def test_a_stage_whose_process_dies_while_loading_is_not_retried_forever(tmp_path: Path) -> None:
     with _stage(_DyingStage, tmp_path) as stage, pytest.raises(PipelineError, match="died while it was loading"):
         wait_until_ready([stage])
 
 
-def test_a_stage_that_loads_says_how_far_it_is_and_obeys_nobody(tmp_path: Path) -> None:
+def test_a_stage_that_loads_reports_its_progress_and_has_no_epoch(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     with _stage(_HeldUpStage, folder) as stage:
         first = _health_once(stage, lambda health: health.bytes_loaded > 0)
@@ -449,7 +449,7 @@ def test_a_stage_that_loads_says_how_far_it_is_and_obeys_nobody(tmp_path: Path) 
         assert whole.bytes_read == whole.bytes_loaded == whole.weight_bytes, "all are stored as they are used"
 
 
-def test_a_stage_that_is_started_again_loads_although_nobody_calls_it(tmp_path: Path) -> None:
+def test_a_stage_that_is_started_again_loads_without_a_call(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     (folder / "all").touch()
     with _stage(_HeldUpStage, folder) as stage:
@@ -460,7 +460,7 @@ def test_a_stage_that_is_started_again_loads_although_nobody_calls_it(tmp_path: 
         assert reborn.bytes_read == reborn.weight_bytes
 
 
-def test_a_stage_that_cannot_load_is_heard_while_another_still_loads(tmp_path: Path) -> None:
+def test_a_stage_that_cannot_load_is_reported_while_another_still_loads(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     with (
         _stage(_HeldUpStage, folder) as slow,
@@ -470,7 +470,7 @@ def test_a_stage_that_cannot_load_is_heard_while_another_still_loads(tmp_path: P
         wait_until_ready([slow, broken])
 
 
-def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
+def test_loading_progress_is_reported_to_all_that_wait(tmp_path: Path) -> None:
     """Also of a stage that is not there yet."""
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     plan = tiny_plan(ARGS, 2)
@@ -488,7 +488,7 @@ def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
         (folder / "1").touch()
         wait_for(first.num_bytes)
     assert [stages[0].num_bytes for stages in shown] == sorted(stages[0].num_bytes for stages in shown)
-    assert not any(thread.name == "loading" for thread in threading.enumerate()), "nobody asks any more"
+    assert not any(thread.name == "loading" for thread in threading.enumerate()), "no poll is left"
 
 
 def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_another_pipeline_gets_other_gpus(hardware: Hardware, folder: Path) -> N
             pass
 
 
-def test_what_is_asked_of_the_cluster_is_what_bundles_take(
+def test_what_is_requested_of_the_cluster_is_what_bundles_take(
     hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = _spec(hardware, folder, stages=5, stages_per_gpu=2)

@@ -26,7 +26,7 @@ class _Method:
 
 
 class _Supervisor:
-    """Fences once ``replace_hung_workers`` has been asked for, and raises ``error`` until then."""
+    """Fences once ``replace_hung_workers`` has been requested, and raises ``error`` until then."""
 
     def __init__(self, error: Exception) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Three raylets that offer GPUs which are not there: which node each stage goes to, and what is asked of the nodes."""
+"""Three raylets that offer GPUs which are not there: which node each stage is on, and what is requested of the nodes."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # what nodes are asked with is not installed on them
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # what runs on the nodes is not installed there
 
 ARGS = tiny_args(n_layers=8, window=24)
 BIG, SMALL = ("H200", 140 * GIB), ("L4", 24 * GIB)

@@ -42,8 +42,8 @@ def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
 
 def _check_memory(plan: ExpertPlan, request: ExpertRequest) -> None:
     size = _size(plan.args, request.dtype, request.quantize)
-    for actor, room in zip(plan.actors, request.budgets, strict=True):
-        assert actor.weight_bytes == len(actor.experts) * size <= room.usable
+    for actor, budget in zip(plan.actors, request.budgets, strict=True):
+        assert actor.weight_bytes == len(actor.experts) * size <= budget.usable
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,11 +84,11 @@ def test_hot_experts_get_replicas(num_actors: int) -> None:
     assert all(len(plan.placement[each]) == 1 for each in _ids(args) if loads[each] == 1.0)
 
 
-def test_replicas_are_as_many_as_were_asked_for_or_there_is_room_for() -> None:
+def test_replicas_are_as_many_as_were_requested_or_fit() -> None:
     args = _args(2)
     loads = {each: 9.0 if each.expert == 0 else 1.0 for each in _ids(args)}
-    room = StageBudget(-(-10 * _size(args, "float32") * 10 // 9))  # ten experts each: 20 for 16
-    plan = plan_experts(args, ExpertRequest((room,) * 2, "float32", loads=loads))
+    budget = StageBudget(-(-10 * _size(args, "float32") * 10 // 9))  # ten experts each: 20 for 16
+    plan = plan_experts(args, ExpertRequest((budget,) * 2, "float32", loads=loads))
     assert {each: len(holders) for each, holders in plan.placement.items() if len(holders) > 1} == {
         ExpertId(0, 0): 2,
         ExpertId(1, 0): 2,
@@ -100,9 +100,9 @@ def test_replicas_are_as_many_as_were_asked_for_or_there_is_room_for() -> None:
 def test_room_that_only_holds_what_is_there_already_gives_no_replica() -> None:
     """One actor has room for all and one more, the other for none: the hot expert cannot be on two."""
     args = _args(1)
-    rooms = tuple(StageBudget(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
+    budgets = tuple(StageBudget(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
     loads = {each: float(each.expert == 7) for each in _ids(args)}
-    plan = plan_experts(args, ExpertRequest(rooms, "float32", None, None, loads))
+    plan = plan_experts(args, ExpertRequest(budgets, "float32", None, None, loads))
     assert [len(actor.experts) for actor in plan.actors] == [0, 8]
 
 
@@ -111,11 +111,11 @@ def test_whatever_fits_is_placed(data: st.DataObject) -> None:
     """With no place to spare as well: every copy on another actor, none over its memory."""
     args = _args(data.draw(st.integers(1, 4)))
     size, num_experts = _size(args, "float32"), len(_ids(args))
-    places = data.draw(st.lists(st.integers(0, num_experts + 3), min_size=1, max_size=5))
-    replicas = data.draw(st.none() | st.integers(1, len(places)))
+    counts = data.draw(st.lists(st.integers(0, num_experts + 3), min_size=1, max_size=5))
+    replicas = data.draw(st.none() | st.integers(1, len(counts)))
     loads = data.draw(st.none() | st.fixed_dictionaries({each: st.sampled_from([0.0, 1.0, 7.0]) for each in _ids(args)}))
-    request = ExpertRequest(tuple(StageBudget(-(-count * size * 10 // 9)) for count in places), "float32", None, replicas, loads)
-    if sum(min(count, num_experts) for count in places) < (replicas or 1) * num_experts:
+    request = ExpertRequest(tuple(StageBudget(-(-count * size * 10 // 9)) for count in counts), "float32", None, replicas, loads)
+    if sum(min(count, num_experts) for count in counts) < (replicas or 1) * num_experts:
         with pytest.raises(PlanError, match="too little memory"):
             plan_experts(args, request)
         return
@@ -128,24 +128,24 @@ def test_whatever_fits_is_placed(data: st.DataObject) -> None:
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
-    args, rooms = _args(2), (StageBudget(GIB),) * 2
+    args, budgets = _args(2), (StageBudget(GIB),) * 2
     with pytest.raises(ConfigError, match="models of several experts"):
-        plan_experts(tiny_args(n_layers=2, moe=False), ExpertRequest(rooms, "float32"))
+        plan_experts(tiny_args(n_layers=2, moe=False), ExpertRequest(budgets, "float32"))
     with pytest.raises(ConfigError, match="--expert-replicas is 3; it can be at most --expert-actors, 2"):
-        plan_experts(args, ExpertRequest(rooms, "float32", replicas=3))
+        plan_experts(args, ExpertRequest(budgets, "float32", replicas=3))
     with pytest.raises(ConfigError, match="is of 1 layers with 1 experts each, and the model has 2 layers with 8 experts each"):
-        plan_experts(args, ExpertRequest(rooms, "float32", loads={ExpertId(0, 0): 1.0}))
+        plan_experts(args, ExpertRequest(budgets, "float32", loads={ExpertId(0, 0): 1.0}))
     small = ExpertRequest((StageBudget(3 * _size(MIXTRAL_8X22B, "bfloat16")),) * 2, "bfloat16")
     with pytest.raises(PlanError, match=r"448 experts of 576 MiB on 2 expert actors, which may hold 2, 2; use more"):
         plan_experts(MIXTRAL_8X22B, small)
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-def test_a_quantised_expert_takes_less(quantize: Quantization) -> None:
-    rooms = (StageBudget(20 * GIB),) * 8
+def test_a_quantized_expert_takes_less(quantize: Quantization) -> None:
+    budgets = (StageBudget(20 * GIB),) * 8
     with pytest.raises(PlanError, match="too little memory"):
-        plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16"))
-    plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16", quantize))
+        plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16"))
+    plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16", quantize))
     experts = {spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)}
     of_all = (spec for spec in stage_tensors(MIXTRAL_8X22B, range(56)) if spec.name in experts)
     assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes("bfloat16", quantize) for s in of_all)
@@ -156,26 +156,26 @@ def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_thro
     args = _args(n_layers=2)
     size, num_actors = _size(args, "float32"), data.draw(st.integers(2, 4))
     spare = data.draw(st.integers(1, 4))
-    places = -(-16 // num_actors) + spare
-    room = StageBudget(-(-places * size * 10 // 9) + 1)
+    num_slots = -(-16 // num_actors) + spare
+    budget = StageBudget(-(-num_slots * size * 10 // 9) + 1)
     seeds = data.draw(st.tuples(st.integers(0, 99), st.integers(0, 99)))
     loads = [{each: random.Random(seed).random() for each in _ids(args)} for seed in seeds]
-    old = plan_experts(args, ExpertRequest((room,) * num_actors, "float32", loads=loads[0]))
+    old = plan_experts(args, ExpertRequest((budget,) * num_actors, "float32", loads=loads[0]))
     new = replan(old, loads[1])
     before = [set(actor.experts) for actor in old.actors]
     for plan in plan_moves(old, new):
         after = [set(actor.experts) for actor in plan.actors]
         assert plan.placement.keys() == set(_ids(args))
         for was, now in zip(before, after, strict=True):
-            assert len(was | now) * size <= room.usable
+            assert len(was | now) * size <= budget.usable
         before = after
     assert before == [set(actor.experts) for actor in new.actors]
 
 
 def test_two_full_actors_exchange_experts_by_way_of_a_third() -> None:
     args = _args(n_layers=1)
-    places = StageBudget(-(-3 * _size(args, "float32") * 10 // 9) + 1)
-    plan = plan_experts(args, ExpertRequest((places,) * 3, "float32"))
+    budget = StageBudget(-(-3 * _size(args, "float32") * 10 // 9) + 1)
+    plan = plan_experts(args, ExpertRequest((budget,) * 3, "float32"))
     old = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))])
     new = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))])
     way = plan_moves(old, new)
@@ -186,8 +186,8 @@ def test_two_full_actors_exchange_experts_by_way_of_a_third() -> None:
 
 def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     args = _args(n_layers=1)
-    room = StageBudget(-(-4 * _size(args, "float32") * 10 // 9) + 1)
-    plan = plan_experts(args, ExpertRequest((room, room), "float32"))
+    budget = StageBudget(-(-4 * _size(args, "float32") * 10 // 9) + 1)
+    plan = plan_experts(args, ExpertRequest((budget, budget), "float32"))
     other = plan.with_assignment([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
     assert other != plan
     assert plan_moves(plan, plan) == []

@@ -47,7 +47,7 @@ def test_the_roomiest_kind_comes_first_and_stages_of_a_kind_stand_together() -> 
 
 def test_of_equally_roomy_kinds_the_fastest_comes_first() -> None:
     slow, fast = Gpu("A40", 48 * GIB, "slow", speed=696), Gpu("L40S", 48 * GIB, "fast", speed=864)
-    assert [[place.nodes for place in choice] for choice in gpu_choices([slow, fast], 2, 1)] == [[("fast",), ("slow",)]]
+    assert [[slot.nodes for slot in choice] for choice in gpu_choices([slow, fast], 2, 1)] == [[("fast",), ("slow",)]]
 
 
 def test_where_all_are_alike_stages_are_tied_to_no_node() -> None:
@@ -79,8 +79,8 @@ def test_experts_and_stages_keep_to_the_kinds_that_they_were_planned_for(num_exp
 def test_in_a_cluster_of_one_kind_experts_and_stages_go_anywhere() -> None:
     hardware, config = _hardware([*A, *C]), _config(stages=1, expert_actors=2)
     for_stages, for_experts = partition_gpus(config, hardware)
-    assert {place.nodes for place in expert_slots(config, 1, for_experts, hardware)} == {()}
-    assert {place.nodes for place in placement_candidates(config, 8, for_stages, hardware)[0]} == {()}
+    assert {slot.nodes for slot in expert_slots(config, 1, for_experts, hardware)} == {()}
+    assert {slot.nodes for slot in placement_candidates(config, 8, for_stages, hardware)[0]} == {()}
 
 
 def test_pipelines_share_each_kind_evenly() -> None:
@@ -92,19 +92,19 @@ def test_pipelines_share_each_kind_evenly() -> None:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 6))
 def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, num_stages: int) -> None:
-    """However nodes of a kind are filled: no kind is asked for more often than it is there."""
+    """However nodes of a kind are filled: no kind is used more often than it exists."""
     gpus = [Gpu(f"kind {n % 3}", (1 + n % 3) * GIB, f"node {n}", i) for n, count in enumerate(counts) for i in range(count)]
     if num_stages * num_pipelines > len(gpus):
         return
     choices = gpu_choices(gpus, num_stages, num_pipelines)
     assert choices
     assert len(set(choices)) == len(choices)
-    for places in choices:
-        assert len(places) == num_stages
-        for place in set(places):
-            there = [gpu for gpu in gpus if gpu.node in place.nodes or not place.nodes]
-            assert places.count(place) * num_pipelines <= len(there)
-            assert all(place.budget.memory <= gpu.memory and place.budget.speed <= gpu.speed for gpu in there)
+    for slots in choices:
+        assert len(slots) == num_stages
+        for slot in set(slots):
+            there = [gpu for gpu in gpus if gpu.node in slot.nodes or not slot.nodes]
+            assert slots.count(slot) * num_pipelines <= len(there)
+            assert all(slot.budget.memory <= gpu.memory and slot.budget.speed <= gpu.speed for gpu in there)
 
 
 # ---- what is given
@@ -112,22 +112,22 @@ def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, nu
 
 def test_a_given_size_is_that_stages_and_never_more_than_its_gpu_has() -> None:
     hardware = _hardware([*A, *B])
-    places = placement_candidates(_config(gpu_memory="20GiB,90GiB,20GiB"), 8, hardware)[0]
-    assert [(place.budget.memory // GIB, place.nodes) for place in places] == [(20, ("a",)), (80, ("a",)), (20, ("b",))]
-    assert {place.budget.memory // GIB for place in placement_candidates(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
+    slots = placement_candidates(_config(gpu_memory="20GiB,90GiB,20GiB"), 8, hardware)[0]
+    assert [(slot.budget.memory // GIB, slot.nodes) for slot in slots] == [(20, ("a",)), (80, ("a",)), (20, ("b",))]
+    assert {slot.budget.memory // GIB for slot in placement_candidates(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
 
 
 def test_given_speeds_are_those_of_the_stages_in_order() -> None:
-    places = placement_candidates(_config(gpu_speed="1,5"), 8, _hardware([*A, *B]))[0]
-    assert [(place.budget.speed, place.nodes) for place in places] == [(1, ("a",)), (5, ("a",))]
-    assert {place.budget.speed for place in placement_candidates(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
+    slots = placement_candidates(_config(gpu_speed="1,5"), 8, _hardware([*A, *B]))[0]
+    assert [(slot.budget.speed, slot.nodes) for slot in slots] == [(1, ("a",)), (5, ("a",))]
+    assert {slot.budget.speed for slot in placement_candidates(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
 
 
 @pytest.mark.parametrize("local", [False, True])
 def test_without_a_gpu_a_given_size_is_what_a_stage_may_use(local: bool) -> None:
     hardware = Hardware(node_cpus=(8,), node_memory=(4 * GIB,))
-    (places,) = placement_candidates(_config(gpu_memory=["1GiB", 2**29, "3GiB"], local=local), 8, hardware)
-    assert [place.budget.memory for place in places] == [GIB, 2**29, 4 * GIB // 3]
+    (slots,) = placement_candidates(_config(gpu_memory=["1GiB", 2**29, "3GiB"], local=local), 8, hardware)
+    assert [slot.budget.memory for slot in slots] == [GIB, 2**29, 4 * GIB // 3]
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() ->
 
 def test_stages_of_a_gpu_are_neighbors_with_equal_shares() -> None:
     """Of what the GPU has, or is said to have; and of each kind as many GPUs as there are."""
-    (places, *_) = placement_candidates(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
-    assert [(place.nodes[0], place.budget.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
+    (slots, *_) = placement_candidates(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
+    assert [(slot.nodes[0], slot.budget.memory // GIB) for slot in slots] == [("a", 40)] * 4 + [("b", 12)] * 3
     given = _config(stages_per_gpu=2, gpu_memory="24GiB,60GiB", gpu_speed="1,3")
-    places = placement_candidates(given, 8, _hardware(A))[0]
-    assert [(place.budget.memory // GIB, place.budget.speed) for place in places] == [(12, 1), (12, 1), (30, 3), (30, 3)]
-    (places,) = placement_candidates(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
-    assert [place.budget.memory for place in places] == [GIB] * 3, "without a GPU, of the stage"
+    slots = placement_candidates(given, 8, _hardware(A))[0]
+    assert [(slot.budget.memory // GIB, slot.budget.speed) for slot in slots] == [(12, 1), (12, 1), (30, 3), (30, 3)]
+    (slots,) = placement_candidates(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
+    assert [slot.budget.memory for slot in slots] == [GIB] * 3, "without a GPU, of the stage"
 
 
 @pytest.mark.parametrize(("stages", "shares"), [(2, 2), (3, 2), (4, 2), (5, 4), (9, 6)])
 def test_in_one_process_gpus_take_turns_at_groups_of_stages(stages: int, shares: int) -> None:
     """5 stages, 2 together, on 2 GPUs: 0 and 1 on the first, 2 and 3 on the second, 4 on the first, so parts of a fourth."""
-    (places,) = placement_candidates(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
-    assert {place.budget.memory for place in places} == {24 * GIB // shares}
+    (slots,) = placement_candidates(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
+    assert {slot.budget.memory for slot in slots} == {24 * GIB // shares}
     devices = local_devices(2, 2)
     used = Counter(devices[stage_id % len(devices)] for stage_id in range(stages))
     assert max(used.values()) <= shares
@@ -207,18 +207,18 @@ def _least(span: range) -> int:
     return weights + pages * 16 * kv_bytes_per_position(ARGS, "float32")
 
 
-def _slowest(spans: Sequence[range], rooms: Sequence[StageBudget]) -> Fraction:
+def _slowest(spans: Sequence[range], budgets: Sequence[StageBudget]) -> Fraction:
     costs = layer_costs(ARGS)
-    return max(Fraction(sum(costs[layer] for layer in span), room.speed) for span, room in zip(spans, rooms, strict=True))
+    return max(Fraction(sum(costs[layer] for layer in span), budget.speed) for span, budget in zip(spans, budgets, strict=True))
 
 
-def _best(rooms: Sequence[StageBudget]) -> Fraction | None:
+def _best(budgets: Sequence[StageBudget]) -> Fraction | None:
     """The slowest stage of the best split that there is."""
     found = []
-    for cuts in itertools.combinations(range(1, 6), len(rooms) - 1):
+    for cuts in itertools.combinations(range(1, 6), len(budgets) - 1):
         spans = [range(start, end) for start, end in itertools.pairwise((0, *cuts, 6))]
-        if all(_least(span) <= room.memory * MEMORY_SHARE for span, room in zip(spans, rooms, strict=True)):
-            found.append(_slowest(spans, rooms))
+        if all(_least(span) <= budget.memory * MEMORY_SHARE for span, budget in zip(spans, budgets, strict=True)):
+            found.append(_slowest(spans, budgets))
     return min(found, default=None)
 
 
@@ -247,17 +247,17 @@ def test_plans_keep_to_every_gpus_memory_and_are_as_fast_as_the_best_there_is(
         [StageBudget(gpu.memory, speed if speed_given else gpu.speed) for gpu, speed in zip(chosen, speeds, strict=True)]
         for chosen in itertools.combinations(roomiest_first, num_stages)
     ]
-    best = min((time for rooms in choices if (time := _best(rooms)) is not None), default=None)
+    best = min((time for budgets in choices if (time := _best(budgets)) is not None), default=None)
     if best is None:
         with pytest.raises(PlanError):
             plan_pipeline(config, ARGS, _hardware(gpus))
         return
-    plan, places = search_plan(config, ARGS, _hardware(gpus))
-    rooms = [place.budget for place in places]
+    plan, slots = search_plan(config, ARGS, _hardware(gpus))
+    budgets = [slot.budget for slot in slots]
     by_node = {gpu.node: gpu for gpu in gpus}
     if len(kinds) > 1:
-        assert len({place.nodes for place in places}) == num_stages, "no GPU twice"
-    assert all(place.budget.memory == by_node[node].memory for place in places for node in place.nodes)
-    for stage, room in zip(plan.stages, rooms, strict=True):
-        assert stage.weight_bytes + stage.cache_bytes <= room.memory * MEMORY_SHARE
-    assert _slowest([stage.layers for stage in plan.stages], rooms) == best
+        assert len({slot.nodes for slot in slots}) == num_stages, "no GPU twice"
+    assert all(slot.budget.memory == by_node[node].memory for slot in slots for node in slot.nodes)
+    for stage, budget in zip(plan.stages, budgets, strict=True):
+        assert stage.weight_bytes + stage.cache_bytes <= budget.memory * MEMORY_SHARE
+    assert _slowest([stage.layers for stage in plan.stages], budgets) == best

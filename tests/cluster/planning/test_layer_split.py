@@ -27,14 +27,14 @@ def test_it_is_known_without_the_best_split_whether_there_is_any(data: st.DataOb
     """Room for weights of layers, with more on the first and on the last, as embedding and head are."""
     weights = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
     ends = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
-    rooms = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(weights)))
+    limits = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(weights)))
 
     def fits(stage: int, span: range) -> bool:
         own = sum(weights[i] for i in span) + ends[0] * (span.start == 0) + ends[1] * (span.stop == len(weights))
-        return own <= rooms[stage]
+        return own <= limits[stage]
 
-    any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(rooms)))
-    assert is_splittable(len(weights), len(rooms), fits) == any_split
+    any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(limits)))
+    assert is_splittable(len(weights), len(limits), fits) == any_split
 
 
 @st.composite
@@ -42,15 +42,15 @@ def _cases(draw: st.DrawFn) -> Case:
     """Costs of layers, speeds of stages, and how many layers each stage has room for."""
     costs = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
     speeds = draw(st.lists(st.integers(1, 6), min_size=1, max_size=len(costs)))
-    rooms = [draw(st.integers(0, 5)) for _ in speeds]
-    return costs, speeds, rooms
+    limits = [draw(st.integers(0, 5)) for _ in speeds]
+    return costs, speeds, limits
 
 
 @repeatable
 @given(_cases())
 @example(([5, 5, 5, 5], [1, 3], [3, 1]))  # the fast stage has no room
 def test_no_split_that_fits_has_a_faster_slowest_stage_or_is_more_even(case: Case) -> None:
-    costs, speeds, rooms = case
+    costs, speeds, limits = case
 
     def times(spans: list[range]) -> list[Fraction]:
         return [Fraction(sum(costs[i] for i in span), speed) for span, speed in zip(spans, speeds, strict=True)]
@@ -61,9 +61,9 @@ def test_no_split_that_fits_has_a_faster_slowest_stage_or_is_more_even(case: Cas
     fitting = [
         spans
         for spans in _every_split(len(costs), len(speeds))
-        if all(len(span) <= room for span, room in zip(spans, rooms, strict=True))
+        if all(len(span) <= limit for span, limit in zip(spans, limits, strict=True))
     ]
-    found = split_layers(costs, speeds, lambda stage, span: len(span) <= rooms[stage])
+    found = split_layers(costs, speeds, lambda stage, span: len(span) <= limits[stage])
     if not fitting:
         assert found is None
     else:
@@ -82,9 +82,9 @@ ARGS = tiny_args(n_layers=6, windows=[None, 24, 24] * 2, max_seq_len=300)
 @repeatable
 @given(st.lists(st.tuples(st.integers(50_000, 600_000), st.integers(1, 4)), min_size=1, max_size=4))
 @example([(90_000, 1), (600_000, 1)])  # an even split does not fit, another one does
-def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(given_rooms: list[tuple[int, int]]) -> None:
-    rooms = tuple(StageBudget(memory, speed) for memory, speed in given_rooms)
-    request = PlanRequest(rooms, "float32", max_model_len=300, max_num_seqs=8, page_size=16)
+def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(given_limits: list[tuple[int, int]]) -> None:
+    limits = tuple(StageBudget(memory, speed) for memory, speed in given_limits)
+    request = PlanRequest(limits, "float32", max_model_len=300, max_num_seqs=8, page_size=16)
     roomy = PlanRequest((StageBudget(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16)
 
     def least(span: range) -> int:
@@ -96,8 +96,8 @@ def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits
 
     fitting = [
         spans
-        for spans in _every_split(6, len(rooms))
-        if all(least(span) <= room.usable for span, room in zip(spans, rooms, strict=True))
+        for spans in _every_split(6, len(limits))
+        if all(least(span) <= limit.usable for span, limit in zip(spans, limits, strict=True))
     ]
     try:
         plan = make_plan(ARGS, request)
@@ -105,10 +105,10 @@ def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits
         assert not fitting
         return
     costs = layer_costs(ARGS)
-    for stage, room in zip(plan.stages, rooms, strict=True):
-        assert stage.weight_bytes + stage.cache_bytes <= room.usable
-    slowest = max(sum(costs[i] for i in s.layers) / room.speed for s, room in zip(plan.stages, rooms, strict=True))
+    for stage, limit in zip(plan.stages, limits, strict=True):
+        assert stage.weight_bytes + stage.cache_bytes <= limit.usable
+    slowest = max(sum(costs[i] for i in s.layers) / limit.speed for s, limit in zip(plan.stages, limits, strict=True))
     best = min(
-        max(sum(costs[i] for i in span) / room.speed for span, room in zip(spans, rooms, strict=True)) for spans in fitting
+        max(sum(costs[i] for i in span) / limit.speed for span, limit in zip(spans, limits, strict=True)) for spans in fitting
     )
     assert slowest == best

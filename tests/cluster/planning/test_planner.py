@@ -1,4 +1,4 @@
-"""Plans: layers split by cost, pages counted by memory, and the configuration that asks for them."""
+"""Plans: layers split by cost, pages counted by memory, and the configuration that requests them."""
 
 import itertools
 import sys
@@ -122,7 +122,7 @@ def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype:
             assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def test_a_quantised_plan_has_the_bytes_that_its_weights_leave() -> None:
+def test_a_quantized_plan_has_the_bytes_that_its_weights_leave() -> None:
     """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale per row,
     in bfloat16 for int8 and in float32 for fp8."""
     args, wanted = PRESETS["mistral-7b-v0.1"], (None, Quantization.INT8, Quantization.FP8)
@@ -207,8 +207,8 @@ def test_a_plan_keeps_to_the_memory_or_is_refused(
     needed = [_sequence_bytes(args, request, stage.layers) for stage in roomy.stages]
     cache_room = [usable - s.weight_bytes if kv_cache_memory is None else kv_cache_memory for s in roomy.stages]
     fits = all(
-        room >= need and stage.weight_bytes + max(need, kv_cache_memory or 0) <= usable
-        for stage, need, room in zip(roomy.stages, needed, cache_room, strict=True)
+        budget >= need and stage.weight_bytes + max(need, kv_cache_memory or 0) <= usable
+        for stage, need, budget in zip(roomy.stages, needed, cache_room, strict=True)
     )
     if not fits:
         with pytest.raises(PlanError):
@@ -217,8 +217,8 @@ def test_a_plan_keeps_to_the_memory_or_is_refused(
     plan = make_plan(args, request)
     num_seqs = min(Fraction(max_num_seqs), *(Fraction(r, n) for r, n in zip(cache_room, needed, strict=True)))
     assert [stage.layers for stage in plan.stages] == [stage.layers for stage in roomy.stages]
-    for stage, room in zip(plan.stages, cache_room, strict=True):
-        assert stage.cache_bytes <= room
+    for stage, budget in zip(plan.stages, cache_room, strict=True):
+        assert stage.cache_bytes <= budget
         assert stage.weight_bytes + stage.cache_bytes <= usable
     for window_class, ring in zip(plan.cache.classes, _rings(args, request), strict=True):
         assert window_class.ring_pages == ring
@@ -231,9 +231,9 @@ def test_no_page_that_fits_is_lost(window: int | None, page_size: int) -> None:
     args = tiny_args(n_layers=2, window=window, max_seq_len=300)
     page_bytes = 2 * kv_bytes_per_position(args, "float32") * page_size
     ring = ring_pages(window, page_size, 300)
-    asked = range(ring, 12 * ring)
-    plans = [make_plan(args, _request(args, kv_cache_memory=n * page_bytes, page_size=page_size)) for n in asked]
-    assert [plan.cache.classes[0].num_pages for plan in plans] == list(asked)
+    requested = range(ring, 12 * ring)
+    plans = [make_plan(args, _request(args, kv_cache_memory=n * page_bytes, page_size=page_size)) for n in requested]
+    assert [plan.cache.classes[0].num_pages for plan in plans] == list(requested)
 
 
 def test_pages_are_for_max_num_seqs_where_memory_is_plenty() -> None:
@@ -337,7 +337,7 @@ def test_a_context_past_the_checkpoints_is_refused() -> None:
 # ---- machines
 
 
-def test_stages_follow_the_hardware_unless_told() -> None:
+def test_stages_follow_the_hardware_unless_given() -> None:
     args, config = tiny_args(n_layers=4), EngineConfig()
     cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
     gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 3)
@@ -453,6 +453,9 @@ DEFAULTS = {
     "jobs_storage": None,
     "jobs_concurrency": None,
     "jobs_retention": 30,
+    "jobs_max_open": 1000,
+    "jobs_max_lines": 2**24,
+    "jobs_max_bytes": 2**36,
     "jobs_url_prefixes": (),
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
@@ -483,6 +486,7 @@ OF_SERVE = {
 }
 OF_SERVE |= {"api_key", "api_key_file"}
 OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_retention", "jobs_url_prefixes"}
+OF_SERVE |= {"jobs_max_open", "jobs_max_lines", "jobs_max_bytes"}
 
 
 def test_defaults_are_the_designs() -> None:

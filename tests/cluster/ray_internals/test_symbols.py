@@ -1,17 +1,22 @@
 """The table of Ray's private names: this version of Ray has them all, and a missing one is one clear line."""
 
+import ast
 import inspect
-import types
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
 
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
-from tramontane.cluster.ray_internals import core, serve, table
+from tramontane.cluster.ray_internals import accessors, table
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol, assert_supported
 from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.proxy import proxy_middlewares
+from tramontane.cluster.serving.app import build
+from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, UserError
 
 TABLES = (RAY_SYMBOLS, JOIN_SYMBOLS, SERVE_SYMBOLS)
@@ -34,9 +39,72 @@ def test_every_named_symbol_is_in_a_table() -> None:
     assert named <= {symbol for each in TABLES for symbol in each}
 
 
+class _Uses:
+    """What a source uses of the table: its constants, attributes of any objects, and keywords of any calls."""
+
+    def __init__(self, *trees: ast.AST) -> None:
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == table.__name__]
+        self.constants = {alias.name for node in imports for alias in node.names}
+        self.attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        self.keywords = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+        through_module = (node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "table")
+        self.constants |= {node.attr for node in through_module}
+
+
+def _unused_rows(uses: _Uses, constants: dict[str, PrivateSymbol], rows: Iterable[PrivateSymbol]) -> list[str]:
+    """Rows that no code uses: neither by the constant, nor, for an attribute, by its name and the parameters that we pass."""
+    used = {symbol for name, symbol in constants.items() if name in uses.constants}
+    words = uses.attributes | uses.keywords
+    for row in rows:
+        private_parameters = {name for name in row.parameters if name.startswith("_")}
+        if row.is_attribute and row.path.rpartition(".")[2] in words and private_parameters <= uses.keywords:
+            used.add(row)
+    return [row.path for row in rows if row not in used]
+
+
+def _accessors_without_a_row(source: str, rows: Iterable[PrivateSymbol]) -> list[str]:
+    """Functions that use no row, and private attributes and keywords that no row has."""
+    tree = ast.parse(source)
+    known = {row.path.rpartition(".")[2] for row in rows if row.is_attribute} | {name for row in rows for name in row.parameters}
+    functions = {node.name: _Uses(node) for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    idle = [name for name, uses in functions.items() if not (uses.constants or (uses.attributes | uses.keywords) & known)]
+    uses = _Uses(tree)
+    private = (name for name in uses.attributes | uses.keywords if name.startswith("_") and not name.startswith("__"))
+    return idle + sorted(set(private) - known)
+
+
+CLUSTER = Path(table.__file__).parents[1]
+CONSTANTS = {name: value for name, value in vars(table).items() if isinstance(value, PrivateSymbol)}
+ROWS = tuple(symbol for each in TABLES for symbol in each)
+ACCESSORS = inspect.getsource(accessors)
+PLANTED = """
+def planted(handle: Any) -> Any:
+    return handle._planted(_also=1)
+"""
+
+
+def test_every_row_is_used() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in sorted(CLUSTER.rglob("*.py")) if path.name != "table.py"]
+    uses = _Uses(*map(ast.parse, sources))
+    assert _unused_rows(uses, CONSTANTS, ROWS) == []
+    planted = (replace(KNOWN, path="ray.util:planted"), replace(KNOWN, path="ray.util:Planted._planted"))
+    assert _unused_rows(uses, CONSTANTS | {"PLANTED": planted[0]}, (*ROWS, *planted)) == [row.path for row in planted]
+
+
+def test_every_accessor_has_a_row() -> None:
+    assert _accessors_without_a_row(ACCESSORS, ROWS) == []
+    assert _accessors_without_a_row(ACCESSORS + PLANTED, ROWS) == ["planted", "_also", "_planted"]
+
+
+@pytest.mark.parametrize("path", ["ray.serve.handle:DeploymentHandle.options", "ray.actor:ActorHandle._actor_id"])
+def test_an_accessor_whose_row_is_removed_is_found(path: str) -> None:
+    assert _accessors_without_a_row(ACCESSORS, [row for row in ROWS if row.path != path]) != []
+
+
 def test_accessors_import_nothing_private_themselves() -> None:
-    sources = [inspect.getsource(module) for module in (core, serve)]
-    assert not any("ray._" in source or "ray.serve._" in source for source in sources)
+    assert "ray._" not in ACCESSORS
+    assert "ray.serve._" not in ACCESSORS
 
 
 @pytest.mark.parametrize(
@@ -91,15 +159,23 @@ def _ray_without_a_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("ray.serve.context._get_in_flight_requests")
 
 
-@pytest.mark.usefixtures("_ray_without_a_symbol")
+def _serve() -> None:
+    """Run ``tramontane serve``, which refuses ``local`` before it starts anything, but after the check."""
+    run_server(EngineConfig(local=True), print, lambda _: None, lambda _: None)
+
+
+@pytest.mark.usefixtures("_ray_without_a_symbol", "_own_logging")
 @pytest.mark.parametrize(
     ("start", "name"),
     [
         (lambda: local_ray_cluster(1).__enter__(), "set_sigterm_handler"),
         (lambda: join_ray_cluster("127.0.0.1:1").__enter__(), "set_sigterm_handler"),
         (proxy_middlewares, "_get_in_flight_requests"),
+        (lambda: build({}), "_get_in_flight_requests"),
+        (_serve, "set_sigterm_handler"),
+        (_serve, "_get_in_flight_requests"),
     ],
 )
-def test_what_starts_ray_or_serve_checks_first(start: types.FunctionType, name: str) -> None:
+def test_what_starts_ray_or_serve_checks_first(start: Callable[[], object], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is missing"):
         start()

@@ -8,7 +8,8 @@ import pytest
 from ray.serve import context as serve_context
 from starlette.types import Message, Receive, Scope, Send
 
-from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls, cancel_on_disconnect
+from tramontane.cluster.serve_patches.grpc_proxy import cancel_on_disconnect
+from tramontane.cluster.serve_patches.proxy import CancelAbandonedCalls
 
 SCOPE: Scope = {"type": "http"}
 
@@ -116,10 +117,10 @@ def test_a_grpc_stream_that_has_said_nothing_yet_ends_its_call_with_itself(calls
         yield "never"
 
     async def run() -> None:
-        asking = asyncio.ensure_future(anext(cancel_on_disconnect(answer)("a", _Context())))
+        request_task = asyncio.ensure_future(anext(cancel_on_disconnect(answer)("a", _Context())))
         await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.wait([asking])
+        request_task.cancel()
+        await asyncio.wait([request_task])
 
     asyncio.run(run())
     assert calls[0].was_cancelled

@@ -73,7 +73,7 @@ def test_a_request_id_that_could_pass_for_something_else_in_a_log_is_refused(
     assert context.code == StatusCode.INVALID_ARGUMENT
 
 
-def test_applications_are_not_told() -> None:
+def test_applications_are_not_listed() -> None:
     context = _Context()
     with pytest.raises(_EndedError):
         _answers(context, gRPCStreamingType.UNARY_UNARY, LIST_APPLICATIONS)

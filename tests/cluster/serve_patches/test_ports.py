@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.serve_patches.ports import is_loopback
+from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_ports
 from tramontane.proto.errors import ConfigError
@@ -55,7 +55,7 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
         monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
         with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
-    assert reports == [f"waiting for --port {port}, which another process still has"]
+    assert reports == [f"waiting up to 15 s for --port {port}, which another process still has"]
 
 
 def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

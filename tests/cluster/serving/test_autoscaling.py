@@ -18,19 +18,19 @@ ID = DeploymentID("Router", "tramontane")
 
 
 def _wanted(
-    told: dict[str, PipelineLoad],
+    reported: dict[str, PipelineLoad],
     running: int | None = None,
     target: int = 1,
     requests: float = 0.0,
     target_tokens: int | None = None,
 ) -> float:
-    """Of routers that have told this; ``running`` is how many there are, if some have not told."""
+    """The policy's result for routers that have reported this; ``running`` is their number, if some have not reported."""
     metrics: dict[str, dict[str, float]] = {SHARE: {}, TOKENS: {}}
-    for name, demand in told.items():
+    for name, demand in reported.items():
         for key, value in to_metrics(demand).items():
             metrics[key][name] = value
     context: Any = SimpleNamespace(
-        current_num_replicas=len(told) if running is None else running,
+        current_num_replicas=len(reported) if running is None else running,
         target_num_replicas=target,
         aggregated_metrics=metrics,
         total_num_requests=requests,
@@ -57,9 +57,11 @@ def test_tokens_in_flight_count_where_they_are_to() -> None:
     assert _wanted({"a": PipelineLoad(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), "and the places still do"
 
 
-def test_a_router_that_has_told_nothing_is_judged_by_its_requests() -> None:
+def test_a_router_without_a_report_counts_by_its_requests() -> None:
     assert _wanted({"a": PipelineLoad(0.0, 0)}, running=2, requests=12.0) == pytest.approx(2.0)
-    assert _wanted({"a": PipelineLoad(0.0, 0)}, running=1, requests=12.0) == 0.0, "what they tell is better, where all do"
+    assert _wanted({"a": PipelineLoad(0.0, 0)}, running=1, requests=12.0) == 0.0, (
+        "reports are better, where all routers send them"
+    )
 
 
 def test_without_any_router_nothing_changes() -> None:
@@ -80,7 +82,7 @@ def _state(**settings: Any) -> DeploymentAutoscalingState:  # noqa: ANN401
     return state
 
 
-def _tell(state: DeploymentAutoscalingState, at: float, **demands: PipelineLoad) -> None:
+def _report(state: DeploymentAutoscalingState, at: float, **demands: PipelineLoad) -> None:
     for name, demand in demands.items():
         series = {key: [TimeStampedValue(at, value)] for key, value in to_metrics(demand).items()}
         state.record_request_metrics_for_replica(ReplicaMetricReport(ReplicaID(name, ID), series, at))
@@ -89,20 +91,20 @@ def _tell(state: DeploymentAutoscalingState, at: float, **demands: PipelineLoad)
 
 def test_ray_serve_keeps_to_the_bounds_and_to_the_delays() -> None:
     now = _state(upscale_delay=0, downscale_delay=0)
-    _tell(now, 1.0, a=PipelineLoad(10.0, 0))
+    _report(now, 1.0, a=PipelineLoad(10.0, 0))
     assert now.get_decision_num_replicas(1) == 3
-    _tell(now, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
+    _report(now, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
     assert now.get_decision_num_replicas(3) == 1
     later = _state(upscale_delay=1000, downscale_delay=1000)
-    _tell(later, 1.0, a=PipelineLoad(10.0, 0))
+    _report(later, 1.0, a=PipelineLoad(10.0, 0))
     assert later.get_decision_num_replicas(1) == 1
-    _tell(later, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
+    _report(later, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
     assert later.get_decision_num_replicas(3) == 3
 
 
-def test_what_a_dead_router_had_told_does_not_count() -> None:
+def test_the_report_of_a_dead_router_does_not_count() -> None:
     state = _state(upscale_delay=0, downscale_delay=0)
-    _tell(state, 1.0, a=PipelineLoad(0.3, 0), b=PipelineLoad(2.0, 0))
+    _report(state, 1.0, a=PipelineLoad(0.3, 0), b=PipelineLoad(2.0, 0))
     assert state.get_decision_num_replicas(2) == 3
     state.on_replica_stopped(ReplicaID("b", ID))
     state.update_running_replica_ids([ReplicaID("a", ID)])

@@ -1,4 +1,4 @@
-"""One store for doors and runner, wherever they are: by the same paths, and not on the disk of one machine among others."""
+"""One store for ingresses and runner, wherever they are: by the same paths, and not on the disk of one machine among others."""
 
 import asyncio
 from pathlib import Path
@@ -40,11 +40,21 @@ def test_how_long_jobs_are_kept_is_in_days(given: dict[str, int], keep_s: int | 
     assert job_settings(EngineConfig.build(None, given)).limits.keep_s == keep_s
 
 
+def test_no_job_may_be_larger_than_what_a_key_may_have() -> None:
+    limits = job_settings(EngineConfig.build(None, {})).limits
+    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (1000, 2**24, 2**36)
+    assert (limits.max_lines, limits.max_bytes) == (2**22, 2**32)
+    given = {"jobs_max_open": 3, "jobs_max_lines": 1000, "jobs_max_bytes": "1MiB"}
+    limits = job_settings(EngineConfig.build(None, given)).limits
+    assert (limits.max_open_jobs, limits.max_open_lines, limits.max_stored_bytes) == (3, 1000, 2**20)
+    assert (limits.max_lines, limits.max_bytes) == (1000, 2**20)
+
+
 def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp_path: Path) -> None:
-    num_machines, asked, now = 1, [], 0.0
+    num_machines, requested, now = 1, [], 0.0
 
     def machines() -> int:
-        asked.append(now)
+        requested.append(now)
         return num_machines
 
     async def scenario() -> None:
@@ -58,7 +68,7 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
             file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
             order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
             batch = (await client.post("/v1/batches", json=order)).json()["id"]
-            assert asked == [0.0], "once for both"
+            assert requested == [0.0], "once for both"
             num_machines, now = 2, NODE_CHECK_INTERVAL_S
             for refused in (await client.post("/v1/batches", json=order), await client.post("/v1/files", **form)):  # type: ignore[arg-type]
                 assert refused.status_code == 503

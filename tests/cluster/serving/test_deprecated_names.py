@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tramontane.cluster.observability.tracing import tracing_config
-from tramontane.cluster.ray_internals.core import import_attribute
+from tramontane.cluster.ray_internals.accessors import import_attribute
 from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import POLICY, policy_for
 
@@ -56,7 +56,7 @@ def test_an_old_policy_takes_the_same_arguments() -> None:
     assert vars(old) == vars(import_attribute(POLICY)(**arguments))
 
 
-def test_old_names_are_gone_from_the_version_that_removes_them() -> None:
+def test_old_names_do_not_exist_from_the_version_that_removes_them() -> None:
     """Fails once the version is 0.3.0: then the aliases, and this file, are to be removed."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert tuple(map(int, version.split("."))) < (0, 3, 0)

@@ -1,4 +1,4 @@
-"""A server that is to stop: what runs ends well, what is new is refused, and a second signal waits for nobody."""
+"""A server that is to stop: what runs ends well, what is new is refused, and a second signal waits for nothing."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 from scripted_chain import no_gate
 from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_for
-from test_remote_routers import Handle, Replica, _ask, _house, _stuck
+from test_remote_routers import Handle, Replica, _harness, _request, _stuck
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
@@ -32,28 +32,28 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
             await release.wait()
 
         replica = Replica("a", gate)
-        async with _house([replica], running="a") as routers:
-            running = asyncio.create_task(_ask(routers))
+        async with _harness([replica], running="a") as routers:
+            running = asyncio.create_task(_request(routers))
             while not replica.router.num_requests:
                 await asyncio.sleep(0)
             assert routers.drain() == 1
             with pytest.raises(DrainingError):
                 routers.check_capacity(1)
             with pytest.raises(DrainingError):
-                await _ask(routers)
+                await _request(routers)
             release.set()
             assert await running == 5
             assert routers.drain() == 0
-            assert replica.asked["generate"] == 2, "the one that runs: without a stream, and with it"
+            assert replica.call_counts["generate"] == 2, "the one that runs: without a stream, and with it"
 
     asyncio.run(scenario())
 
 
-def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back() -> None:
+def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> None:
     async def scenario() -> None:
         replica = Replica("a", _stuck)
-        async with _house([replica], running="a") as routers:
-            running = asyncio.create_task(_ask(routers))
+        async with _harness([replica], running="a") as routers:
+            running = asyncio.create_task(_request(routers))
             while not replica.router.num_requests:
                 await asyncio.sleep(0)
             routers.drain()
@@ -90,8 +90,8 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
             max_body_bytes=2**16,
             writes_per_s=10**9,
         )
-        door = HttpApp(config)
-        async with client_for(door.app()) as client:
+        server = HttpApp(config)
+        async with client_for(server.app()) as client:
             body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
             response = await (client.get(path) if path == "/health" else client.post(path, json=body))
             assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
@@ -99,11 +99,11 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
         routers.close()
 
     asyncio.run(scenario())
-    assert not caplog.records, "whoever asks again and again does not fill the log"
+    assert not caplog.records, "repeated requests do not fill the log"
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
-def test_a_stream_that_is_ended_hears_why(fails_at: int) -> None:
+def test_a_stream_that_is_ended_gets_the_reason(fails_at: int) -> None:
     async def scenario() -> None:
         source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
         async with client_for(http_app_for(source).app()) as client:
@@ -117,17 +117,17 @@ def test_a_stream_that_is_ended_hears_why(fails_at: int) -> None:
 
 @pytest.fixture
 def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ingress replicas are asked; they have three requests, then two, then none."""
-    asked: list[str] = []
+    """The calls to ingress replicas; they have three requests, then two, then none."""
+    calls: list[str] = []
     left = iter([[3], [2], [RuntimeError("it is just being started"), 2], [RuntimeError("it does not answer"), 0], [0, 0]])
 
     def each(method: str) -> list[Any]:
-        asked.append(method)
+        calls.append(method)
         return next(left) if method == "drain" else []
 
     monkeypatch.setattr(draining, "_broadcast", each)
-    monkeypatch.setattr(draining, "mark_drained", lambda application: asked.append(f"noted {application}"))
-    return asked
+    monkeypatch.setattr(draining, "mark_drained", lambda application: calls.append(f"noted {application}"))
+    return calls
 
 
 def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
@@ -158,7 +158,7 @@ def test_signals_are_counted(number: signal.Signals) -> None:
 
 
 def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a door that is born again when nobody drains any more."""
+    """Also for an ingress that starts again when nothing drains it any more."""
     kept: dict[str, bytes] = {}
     monkeypatch.setattr(deployments, "kv_put", kept.__setitem__)
     monkeypatch.setattr(deployments, "kv_get", kept.get)

@@ -49,8 +49,8 @@ def _app() -> Iterator[None]:
 
 
 async def _answers(kill: bool) -> list[Any]:
-    """To all of them at once; the door dies when every stream has told something."""
-    heard = [asyncio.Event() for _, body in REQUESTS if "stream" in body]
+    """All requests at once; the ingress dies when every stream has sent something."""
+    received = [asyncio.Event() for _, body in REQUESTS if "stream" in body]
 
     async def one(client: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
         if "stream" not in body:
@@ -61,23 +61,23 @@ async def _answers(kill: bool) -> list[Any]:
             async for part in response.aiter_text():
                 text += part
                 if text.count("data: ") > 10:
-                    heard[number].set()
+                    received[number].set()
         return _joined(events(text))
 
     async with httpx.AsyncClient(base_url=URL, timeout=120) as client:
-        asking = [asyncio.create_task(one(client, number, *request)) for number, request in enumerate(REQUESTS)]
+        request_tasks = [asyncio.create_task(one(client, number, *request)) for number, request in enumerate(REQUESTS)]
         if kill:
-            for each in heard:
+            for each in received:
                 await each.wait()
             os.kill((await asyncio.to_thread(ingress_stats))["pid"], signal.SIGKILL)
-        return list(await asyncio.gather(*asking))
+        return list(await asyncio.gather(*request_tasks))
 
 
-def _joined(told: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(reported: list[dict[str, Any]]) -> dict[str, Any]:
     """A stream's events put together, however they were cut; one name and one age for all of them."""
-    assert len({(event["id"], event["created"], event["object"]) for event in told}) == 1
-    whole: dict[str, Any] = {"usage": told[-1]["usage"], "choices": {}}
-    for event in told:
+    assert len({(event["id"], event["created"], event["object"]) for event in reported}) == 1
+    whole: dict[str, Any] = {"usage": reported[-1]["usage"], "choices": {}}
+    for event in reported:
         for choice in event["choices"]:
             _add(whole["choices"].setdefault(choice["index"], {}), choice)
     return whole
@@ -122,7 +122,7 @@ def test_a_killed_ingress_leaves_no_sequence_running_when_its_client_leaves_too(
     wait_until_idle()
 
 
-def test_over_grpc_the_client_hears_that_it_has_lost_its_door() -> None:
+def test_over_grpc_the_client_gets_an_error_when_its_ingress_is_lost() -> None:
     wait_until_ready()
     with Client(GRPC) as client:
         pieces = client.generate("O", max_tokens=500, ignore_eos=True)

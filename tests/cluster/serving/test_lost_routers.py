@@ -1,4 +1,4 @@
-"""Routers are lost while they work, and their requests go on with others: every token once and the right one. Without Ray."""
+"""Routers are lost while they work, and their requests continue with others: every token once and the right one. Without Ray."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scripted_chain import ReportingChain, answer
 
-from tramontane.cluster.serving import retry_policy as patience
+from tramontane.cluster.serving import retry_policy
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.retry_policy import FailoverBudget, WaitingRequest, most_useful_error
@@ -39,7 +39,7 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.proto.step import MicroBatch
-from tramontane.router.engine.resumable_request import ResumableRequest
+from tramontane.router.engine.request_output import ResumableRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -50,7 +50,7 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 
 class Replica:
-    """A Router replica in this process; once killed it answers nobody, and its streams break."""
+    """A Router replica in this process; once killed it answers no call, and its streams break."""
 
     def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
         self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
@@ -142,7 +142,7 @@ class Response:
 
 
 @asynccontextmanager
-async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
+async def _harness(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
     routing: Any = Routing(rng)
     routing.replicas += [Replica(f"r{n}", rng) for n in range(num_replicas)]
     routers = RouterClient(routing, max_unaccepted=1000)
@@ -151,20 +151,20 @@ async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[
     await asyncio.gather(*(replica.kill() for replica in routing.replicas))
 
 
-async def _told(routers: TokenSource, specs: list[SequenceRequest]) -> list[RequestOutput]:
+async def _output(routers: TokenSource, specs: list[SequenceRequest]) -> list[RequestOutput]:
     return [batch async for batch in routers.generate(specs)]
 
 
 def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
-    """Tokens, and what was told beside them, for each position once and in order."""
+    """Tokens, and what was reported next to them, for each position once and in order."""
     merged = RequestOutput.merge(batches)
     for number, spec in enumerate(specs):
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]
         assert tokens == answer(spec.prompt_ids, spec.sampling.max_tokens)
-        logprobs = [value for told in merged.logprobs if told.seq_id == number for value in told.logprobs]
+        logprobs = [value for output in merged.logprobs if output.seq_id == number for value in output.logprobs]
         assert logprobs == [-float(position) for position in range(1, end)]
-        experts = [ids for told in merged.experts if told.seq_id == number for ids in told.expert_ids]
+        experts = [ids for output in merged.experts if output.seq_id == number for ids in output.expert_ids]
         assert experts == [(position,) for position in range(end - 1)]
 
 
@@ -180,30 +180,30 @@ def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceReques
 
 
 def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
-    told = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
-    return RequestOutput(told, RequestTimings(0.0, 0.0, 0.0))
+    output = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
+    return RequestOutput(output, RequestTimings(0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+def test_requests_continue_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     rng = random.Random(seed)
     requests = _requests(rng, 12)
 
     async def scenario() -> None:
-        async with _house(2, rng) as (routing, routers):
-            asked = [asyncio.create_task(_told(routers, specs)) for specs in requests]
+        async with _harness(2, rng) as (routing, routers):
+            requested = [asyncio.create_task(_output(routers, specs)) for specs in requests]
             num_killed = 0
-            while num_killed < 6 and not all(task.done() for task in asked):
+            while num_killed < 6 and not all(task.done() for task in requested):
                 victim = routing.replicas[rng.randrange(2)]
-                while victim.num_steps < 12 and not all(task.done() for task in asked):
+                while victim.num_steps < 12 and not all(task.done() for task in requested):
                     await asyncio.sleep(0)
                 await victim.kill()
                 num_killed += 1
                 routing.replicas = [each for each in routing.replicas if each is not victim]
                 routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
             assert num_killed >= 3
-            for specs, task in zip(requests, asked, strict=True):
+            for specs, task in zip(requests, requested, strict=True):
                 _check(specs, await task)
             assert routers.num_requests == 0
             assert not routers._streams_of
@@ -213,48 +213,48 @@ def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: p
 
 
 def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
-        async with _house(0, random.Random(0)) as (routing, routers):
+        async with _harness(0, random.Random(0)) as (routing, routers):
             routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
-            asked = asyncio.create_task(_told(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))]))
+            requested = asyncio.create_task(_output(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))]))
             num_killed = 0
-            while not asked.done():
+            while not requested.done():
                 if routing.replicas[0].name in dict(routers._streams_of.values()).values():  # which is known to work on it
                     await routing.replicas[0].kill()
                     num_killed += 1
                     routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
                 await asyncio.sleep(0)
             with pytest.raises(PipelineError, match="10 routers were lost with this request"):
-                await asked
-            assert num_killed == patience.MAX_LOSSES
+                await requested
+            assert num_killed == retry_policy.MAX_LOSSES
 
     asyncio.run(scenario())
 
 
-def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_ingress_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
     tokens = answer(new.prompt_ids, 5)
 
     async def scenario() -> None:
-        async with _house(1, random.Random(0)) as (routing, others):
+        async with _harness(1, random.Random(0)) as (routing, others):
             routing.replicas[0]._running.cancel()
             with pytest.raises(PipelineUnavailableError):
-                await _told(others, [new])
+                await _output(others, [new])
             routers = RouterClient(routing, max_unaccepted=1)
-            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)  # somebody else's sequence is on its way
+            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)  # another request's sequence is on its way
             with pytest.raises(OverloadedError):
-                await _told(routers, [new])
-            told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, already_admitted=True)
-            asked = [asyncio.create_task(_told(routers, [spec])) for spec in (told, untold)]
+                await _output(routers, [new])
+            output, fresh = replace(new, output_ids=tuple(tokens[:2])), replace(new, already_admitted=True)
+            requested = [asyncio.create_task(_output(routers, [spec])) for spec in (output, fresh)]
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert not any(each.done() for each in asked)
+            assert not any(each.done() for each in requested)
             routing.replicas.append(Replica("r1", random.Random(0)))
-            for each, expected in zip(asked, (tokens[2:], tokens), strict=True):
+            for each, expected in zip(requested, (tokens[2:], tokens), strict=True):
                 assert [event.token_id for batch in await each for event in batch.events] == expected
             routers.close()
 
@@ -262,19 +262,19 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
 
 
 def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loss comes after a time with a router that is longer than all patience, and one request survives them."""
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    """Each loss comes after a time with a router that is longer than every retry budget, and one request survives them."""
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
         monkeypatch.setattr(loop, "time", lambda: now)
         lasting = FailoverBudget()
-        for _ in range(patience.MAX_LOSSES - 1):
+        for _ in range(retry_policy.MAX_LOSSES - 1):
             lasting.on_error(RouterLostError("lost"))
-            assert lasting.since == now
-            now += patience.LOAD_TIMEOUT_S - 1
+            assert lasting.without_router_since == now
+            now += retry_policy.LOAD_TIMEOUT_S - 1
             lasting.on_error(PipelineUnavailableError("is being started"))
-            now += patience.LOAD_TIMEOUT_S
+            now += retry_policy.LOAD_TIMEOUT_S
         with pytest.raises(PipelineError, match="no router could continue"):
             lasting.on_error(PipelineUnavailableError("is being started"))
 
@@ -288,16 +288,16 @@ SILENT = PipelineError("no router has answered in time")
 @pytest.mark.parametrize(
     ("was_accepted", "error", "limit_s"),
     [
-        (True, SILENT, patience.LOAD_TIMEOUT_S),
-        (True, PipelineUnavailableError("is being started"), patience.LOAD_TIMEOUT_S),
-        (True, PipelineSupersededError("a newer version has it"), patience.LOAD_TIMEOUT_S),
-        (True, OTHER_MODEL, patience.NEW_VERSION_TIMEOUT_S),
-        (False, PipelineSupersededError("a newer version has it"), patience.NEW_VERSION_TIMEOUT_S),
-        (False, SILENT, patience.ADMISSION_TIMEOUT_S),
+        (True, SILENT, retry_policy.LOAD_TIMEOUT_S),
+        (True, PipelineUnavailableError("is being started"), retry_policy.LOAD_TIMEOUT_S),
+        (True, PipelineSupersededError("a newer version has it"), retry_policy.LOAD_TIMEOUT_S),
+        (True, OTHER_MODEL, retry_policy.NEW_VERSION_TIMEOUT_S),
+        (False, PipelineSupersededError("a newer version has it"), retry_policy.NEW_VERSION_TIMEOUT_S),
+        (False, SILENT, retry_policy.ADMISSION_TIMEOUT_S),
         (False, OTHER_MODEL, -1.0),
     ],
 )
-def test_patience_is_as_long_as_it_helps(
+def test_retries_last_as_long_as_they_help(
     was_accepted: bool, error: TramontaneError, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -317,7 +317,7 @@ def test_patience_is_as_long_as_it_helps(
 
 
 def test_a_router_of_another_model_is_believed_last() -> None:
-    """Another one that is being started may still go on with the request."""
+    """Another one that is being started may still continue the request."""
     starting, full, over = (
         PipelineUnavailableError("is being started"),
         QueueFullError("full", 3),
@@ -332,76 +332,76 @@ async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource
     """A request whose only router dies once it has accepted it; there is no other."""
     (dies,) = routing.replicas
     dies.is_stuck = True
-    asked = asyncio.create_task(_told(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))]))
+    requested = asyncio.create_task(_output(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))]))
     while not routers._streams_of:
         await asyncio.sleep(0)
     routing.replicas = []
     await dies.kill()
-    return asked
+    return requested
 
 
-def test_a_request_outlives_a_router_that_is_gone_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+def test_a_request_survives_the_loss_of_a_router_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
         real_time = loop.time
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
-        async with _house(1, random.Random(0)) as (routing, routers):
-            asked = await _left_without_a_router(routing, routers, routers)
+        async with _harness(1, random.Random(0)) as (routing, routers):
+            requested = await _left_without_a_router(routing, routers, routers)
             for _minute in range(9):
                 for _turn in range(20):
                     await asyncio.sleep(0)
                 later_s += 60.0
-            assert not asked.done()
+            assert not requested.done()
             routing.replicas = [Replica("r1", random.Random(0))]
-            assert [event.token_id for batch in await asked for event in batch.events] == answer((1, 2), 5)
+            assert [event.token_id for batch in await requested for event in batch.events] == answer((1, 2), 5)
 
     asyncio.run(scenario())
 
 
 def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it could go on trying."""
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    """However long it could continue trying."""
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
         real_time = loop.time
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
-        async with _house(1, random.Random(0)) as (routing, routers):
+        async with _harness(1, random.Random(0)) as (routing, routers):
             source = RequestTokenSource(routers, owner=0, deadline=loop.time() + 3000.0)
-            asked = await _left_without_a_router(routing, routers, source)
-            monkeypatch.setattr(patience, "LOAD_TIMEOUT_S", 1e6)
+            requested = await _left_without_a_router(routing, routers, source)
+            monkeypatch.setattr(retry_policy, "LOAD_TIMEOUT_S", 1e6)
             later_s = 3001.0
             with pytest.raises(DeadlineExceededError):
-                await asked
+                await requested
             routing.replicas = [Replica("r1", random.Random(0))]
-            asked = await _left_without_a_router(routing, routers, routers)
+            requested = await _left_without_a_router(routing, routers, routers)
             assert routers.drain() == 1
             routers.end_all()
             with pytest.raises(DrainingError):
-                await asked
+                await requested
             assert routers.drain() == 0
 
     asyncio.run(scenario())
 
 
 def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
     async def scenario() -> None:
-        async with _house(1, random.Random(0)) as (routing, _):
+        async with _harness(1, random.Random(0)) as (routing, _):
             routing.replicas[0].is_superseded = True
             routers = RouterClient(routing, max_unaccepted=2)
-            asked = [asyncio.create_task(_told(routers, [spec])) for spec in specs[:2]]
+            requested = [asyncio.create_task(_output(routers, [spec])) for spec in specs[:2]]
             for turn in range(50):
                 await asyncio.sleep(0)
-                if turn > 10:  # whether they wait for an answer, or for the time to ask again
+                if turn > 10:  # whether they wait for an answer, or for the time to try again
                     with pytest.raises(OverloadedError):
                         routers.check_capacity(1)
             routing.replicas.append(Replica("r1", random.Random(0)))
-            for spec, batches in zip(specs, await asyncio.gather(*asked), strict=False):
+            for spec, batches in zip(specs, await asyncio.gather(*requested), strict=False):
                 assert [event.token_id for batch in batches for event in batch.events] == answer(spec.prompt_ids, 5)
             routers.check_capacity(2)
             routers.close()
@@ -409,22 +409,22 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytes
     asyncio.run(scenario())
 
 
-def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_leaving_router_does_not_finish_in_its_time_continues_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
 
     async def scenario() -> None:
-        async with _house(1, random.Random(0)) as (routing, _):
+        async with _harness(1, random.Random(0)) as (routing, _):
             (leaving,) = routing.replicas
             leaving.is_stuck = True
             routers = RouterClient(routing, max_unaccepted=10, handover_grace_s=0.0)
-            asked = asyncio.create_task(_told(routers, [spec]))
+            requested = asyncio.create_task(_output(routers, [spec]))
             for _turn in range(100):
                 await asyncio.sleep(0)
             assert leaving.router.num_requests == 1, "where there is no other it stays"
             routing.replicas = [Replica("r1", random.Random(0))]
-            assert [event.token_id for batch in await asked for event in batch.events] == answer(spec.prompt_ids, 5)
+            assert [event.token_id for batch in await requested for event in batch.events] == answer(spec.prompt_ids, 5)
             assert leaving.router.num_requests == 0, "and can be stopped"
             await leaving.kill()
             routers.close()

@@ -1,4 +1,4 @@
-"""An ingress and several routers, without Ray: who is asked when a router cannot take a request."""
+"""An ingress and several routers, without Ray: which is tried when a router cannot take a request."""
 
 import asyncio
 import math
@@ -15,9 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.serving import remote_routers, token_channel
-from tramontane.cluster.serving import retry_policy as patience
-from tramontane.cluster.serving import retry_policy as room
+from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.remote_routers import RouterClient
@@ -38,18 +36,18 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 class Replica:
-    """A Router replica without Ray Serve; ``asked`` counts the calls by method."""
+    """A Router replica without Ray Serve; ``call_counts`` has the calls by method."""
 
     def __init__(self, name: str, gate: Gate = no_gate) -> None:
-        self.name, self.asked = name, Counter[str]()
+        self.name, self.call_counts = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
         self.router = Router(Scheduler(CACHE, LIMITS, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
         self._channels = IngressStreams(name)
         self.num_messages = math.inf
-        self.load: ExpertLoad | None = None  # it cannot tell
-        self.told: dict[str, Any] | None = None
+        self.load: ExpertLoad | None = None  # it has none
+        self.reported: dict[str, Any] | None = None
         self.is_dead = False
-        self.is_cut_off = False  # nothing comes or goes any more, and nobody is told
+        self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
         self._kept: list[AsyncIterator[bytes]] = []
 
     def generate(self, ingress: str, number: int, specs: bytes, model: str) -> Awaitable[bytes]:
@@ -82,7 +80,7 @@ class Replica:
     async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
-        return self.told and self.told | {"after": after}, self.name
+        return self.reported and self.reported | {"after": after}, self.name
 
 
 class Response:
@@ -146,15 +144,15 @@ class Handle:
         return Response(asyncio.ensure_future(self._call(*args)))
 
     def broadcast(self, method: str, *args: Any) -> Broadcast:  # noqa: ANN401
-        return Broadcast([Response(asyncio.ensure_future(_asked(each, method, *args))) for each in self.replicas])
+        return Broadcast([Response(asyncio.ensure_future(_answer(each, method, *args))) for each in self.replicas])
 
     async def _call(self, *args: Any) -> Any:  # noqa: ANN401
         async with self._chosen() as replica:
             return await getattr(replica, self.wish["method_name"])(*args)
 
-    async def _stream(self, ingress: str, asked: str) -> AsyncIterator[bytes]:
+    async def _stream(self, ingress: str, destination: str) -> AsyncIterator[bytes]:
         async with self._chosen() as replica:
-            async for message in replica.through_the_network(ingress, asked):
+            async for message in replica.through_the_network(ingress, destination):
                 yield message
 
     @asynccontextmanager
@@ -164,9 +162,9 @@ class Handle:
         request = pending(self.wish["session_id"])
         ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
         replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
-        replica.asked[self.wish["method_name"]] += 1
+        replica.call_counts[self.wish["method_name"]] += 1
         if replica.is_cut_off:
-            replica.asked[self.wish["method_name"] + " in vain"] += 1
+            replica.call_counts[self.wish["method_name"] + " in vain"] += 1
             await asyncio.Event().wait()
         replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
         try:
@@ -175,18 +173,18 @@ class Handle:
             self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
 
 
-async def _asked(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
-    replica.asked[method] += 1
+async def _answer(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
+    replica.call_counts[method] += 1
     if replica.is_cut_off:
         try:
             await asyncio.Event().wait()
         finally:
-            replica.asked[method + " in vain"] += 1
+            replica.call_counts[method + " in vain"] += 1
     return await getattr(replica, method)(*args)
 
 
 @asynccontextmanager
-async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RouterClient]:
+async def _harness(replicas: list[Replica], running: str) -> AsyncIterator[RouterClient]:
     """The routers named in ``running`` are driven; the others are as after a failure."""
     handle: Any = Handle(replicas)
     routers = RouterClient(handle, max_unaccepted=100)
@@ -210,53 +208,53 @@ async def _driven(replicas: list[Replica]) -> AsyncIterator[None]:
                 await task
 
 
-async def _ask(routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
+async def _request(routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
     """How many tokens came."""
     specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences
     return sum([len(batch.events) async for batch in routers.generate(specs)])
 
 
 def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
-    """It refuses at once, so it always has the fewest requests; they go on to the one that works."""
+    """It refuses at once, so it always has the fewest requests; they are retried on the one that works."""
 
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
-        async with _house(replicas, running="c") as routers:
-            assert await asyncio.gather(*(_ask(routers) for _ in range(8))) == [5] * 8
-            with pytest.raises(RequestError, match="too large for this server"):  # not for now: for ever
-                await _ask(routers, num_sequences=50)
+        async with _harness(replicas, running="c") as routers:
+            assert await asyncio.gather(*(_request(routers) for _ in range(8))) == [5] * 8
+            with pytest.raises(RequestError, match="too large for this server"):  # not for now: permanently
+                await _request(routers, num_sequences=50)
             assert replicas[2].router.scheduler.is_idle
-            assert replicas[2].asked["subscribe"] == 1
+            assert replicas[2].call_counts["subscribe"] == 1
             assert await routers.is_ready()
 
     asyncio.run(scenario())
 
 
-def test_where_no_pipeline_works_the_client_hears_it_after_each_was_asked_once_more() -> None:
+def test_where_no_pipeline_works_the_client_gets_an_error_after_each_was_tried_once_more() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
-        async with _house(replicas, running="") as routers:
+        async with _harness(replicas, running="") as routers:
             with pytest.raises(PipelineError, match="is being started again; try again soon"):
-                await _ask(routers)
-            assert sum(each.asked["generate"] for each in replicas) == 3, "a, b, and one of them again"
+                await _request(routers)
+            assert sum(each.call_counts["generate"] for each in replicas) == 3, "a, b, and one of them again"
             assert not await routers.is_ready()
             assert routers.num_requests == 0
 
     asyncio.run(scenario())
 
 
-def test_every_router_is_asked_for_its_experts_load() -> None:
-    """Once; those that cannot tell, or do not answer, are not counted."""
+def test_the_expert_load_of_every_router_is_requested() -> None:
+    """Once; those that have no load, or do not answer, are not counted."""
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
-        async with _house(replicas, running="") as routers:
+        async with _harness(replicas, running="") as routers:
             assert await routers.expert_load() == MeasuredLoad((), 0)
             replicas[0].load, replicas[2].load, replicas[3].load = ((1, 2), (3, 4)), ((10, 20), (30, 40)), ((0, 1), (0, 1))
             for each in replicas:
-                each.asked.clear()
+                each.call_counts.clear()
             assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
-            assert [each.asked["expert_load"] for each in replicas] == [1, 1, 1, 1]
+            assert [each.call_counts["expert_load"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.load, each.is_dead = (), True
             assert await routers.expert_load() == MeasuredLoad((), 0)
@@ -264,16 +262,16 @@ def test_every_router_is_asked_for_its_experts_load() -> None:
     asyncio.run(scenario())
 
 
-def test_every_router_is_asked_for_its_activity() -> None:
-    """One that drives nothing, or is gone, does not keep the others from telling theirs."""
+def test_the_activity_of_every_router_is_requested() -> None:
+    """One that drives nothing, or is lost, does not keep the others from reporting theirs."""
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
-        async with _house(replicas, running="") as routers:
-            replicas[0].told, replicas[2].told = {"name": "app-2"}, {"name": "app-1"}
+        async with _harness(replicas, running="") as routers:
+            replicas[0].reported, replicas[2].reported = {"name": "app-2"}, {"name": "app-1"}
             after = {"app-1": 7}
             assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
-            assert [each.asked["activity"] for each in replicas] == [1, 1, 1, 1]
+            assert [each.call_counts["activity"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.is_dead = True
             assert await routers.activity({}) == []
@@ -282,50 +280,50 @@ def test_every_router_is_asked_for_its_activity() -> None:
 
 
 def test_a_pipeline_is_well_whatever_became_of_the_router_of_another() -> None:
-    """A router that is stopped, or whose machine is gone, answers nothing; nobody waits for it, and it is not asked for ever."""
+    """A router that is stopped, or whose machine is lost, answers nothing; no caller waits for it, and calls to it end."""
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
         replicas[0].is_cut_off = replicas[2].is_cut_off = True
-        async with _house(replicas, running="abc") as routers:
+        async with _harness(replicas, running="abc") as routers:
             assert [await routers.is_ready() for _ in range(10)] == [True] * 10
             for each in (replicas[0], replicas[2]):
-                while each.asked["is_ready in vain"] < 10:
+                while each.call_counts["is_ready in vain"] < 10:
                     await asyncio.sleep(0)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("silent", ["a", "b", "ac", "abc"])
-def test_what_others_tell_is_kept_where_a_router_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_others_are_kept_where_a_router_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_questions, "READY_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
-        async with _house(replicas, running="") as routers:
+        async with _harness(replicas, running="") as routers:
             for each in replicas:
-                each.told, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
+                each.reported, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
             well = [each.name for each in replicas if not each.is_cut_off]
-            assert [told["name"] for told in await routers.activity({})] == well
+            assert [reported["name"] for reported in await routers.activity({})] == well
             assert (await routers.expert_load()).num_pipelines == len(well)
             assert not await routers.is_ready()
-            assert [each.asked["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]
+            assert [each.call_counts["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]
 
     asyncio.run(scenario())
 
 
-def test_whoever_leaves_while_routers_are_asked_leaves_no_call_behind() -> None:
+def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -> None:
     async def scenario() -> None:
         silent = Replica("a")
         silent.is_cut_off = True
-        async with _house([silent], running="a") as routers:
-            asking = asyncio.create_task(routers.is_ready())
-            while not silent.asked["is_ready"]:
+        async with _harness([silent], running="a") as routers:
+            request_task = asyncio.create_task(routers.is_ready())
+            while not silent.call_counts["is_ready"]:
                 await asyncio.sleep(0)
-            asking.cancel()
+            request_task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asking
-            while not silent.asked["is_ready in vain"]:
+                await request_task
+            while not silent.call_counts["is_ready in vain"]:
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())
@@ -342,23 +340,23 @@ def _fill(replica: Replica) -> None:
 def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
     async def scenario() -> None:
         replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
-        async with _house(replicas, running="ab") as routers:
+        async with _harness(replicas, running="ab") as routers:
             _fill(replicas[0])
             _fill(replicas[1])
             with pytest.raises(OverloadedError, match="4 sequences are waiting and at most 4 may"):
-                await _ask(routers)  # not the reason of c, which is down: that one does not say when to come back
+                await _request(routers)  # not the reason of c, which is down: that one does not say when to come back
         replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
-        async with _house(replicas, running="abc") as routers:
+        async with _harness(replicas, running="abc") as routers:
             _fill(replicas[0])
             _fill(replicas[1])
-            assert await _ask(routers, num_sequences=4) == 20
+            assert await _request(routers, num_sequences=4) == 20
 
     asyncio.run(scenario())
 
 
-def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they said holds for the same owner's requests, until one of our own ends or it is old."""
-    monkeypatch.setattr(room, "FULL_TTL_S", 3600.0)
+    monkeypatch.setattr(retry_policy, "FULL_TTL_S", 3600.0)
 
     async def scenario() -> None:
         release = asyncio.Event()
@@ -367,66 +365,66 @@ def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.M
             await release.wait()
 
         replica = Replica("a", gate)
-        async with _house([replica], running="a") as routers:
-            ours = [asyncio.create_task(_ask(routers, num_sequences=n)) for n in (8, 3)]
+        async with _harness([replica], running="a") as routers:
+            ours = [asyncio.create_task(_request(routers, num_sequences=n)) for n in (8, 3)]
             while replica.router.num_requests < 2:
                 await asyncio.sleep(0)
             with pytest.raises(OverloadedError) as large:
-                await _ask(routers, num_sequences=2)
+                await _request(routers, num_sequences=2)
             assert not isinstance(large.value, QueueFullError), "one sequence could still wait"
             routers.check_capacity(1)
-            ours.append(asyncio.create_task(_ask(routers)))
+            ours.append(asyncio.create_task(_request(routers)))
             while replica.router.num_requests < 3:
                 await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
-                await _ask(routers)
-            num_asked = replica.asked["generate"]
+                await _request(routers)
+            num_generates = replica.call_counts["generate"]
             for _ in range(3):
                 with pytest.raises(QueueFullError):
                     routers.check_capacity(1)
                 with pytest.raises(QueueFullError):
-                    await _ask(routers)
-            assert replica.asked["generate"] == num_asked
+                    await _request(routers)
+            assert replica.call_counts["generate"] == num_generates
             routers.check_capacity(1, owner=5)
             release.set()
             await asyncio.gather(*ours)
             routers.check_capacity(1)
-            assert await _ask(routers) == 5
+            assert await _request(routers) == 5
 
     asyncio.run(scenario())
 
 
 def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "FULL_TTL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "FULL_TTL_S", 0.0)
 
     async def scenario() -> None:
         replica = Replica("a", _stuck)
-        async with _house([replica], running="a") as routers:
+        async with _harness([replica], running="a") as routers:
             _fill(replica)
             for number in range(1, 4):
                 with pytest.raises(QueueFullError):
-                    await _ask(routers)
+                    await _request(routers)
                 routers.check_capacity(1)
-                assert replica.asked["generate"] >= number
+                assert replica.call_counts["generate"] >= number
 
     asyncio.run(scenario())
 
 
-def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_no_router_takes_is_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
     monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(patience, "ADMISSION_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(retry_policy, "ADMISSION_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
         routers = RouterClient(handle, max_unaccepted=10)
         with pytest.raises(PipelineError, match="no pipeline was ready in time"):
-            await _ask(routers)
-        waiting = [asyncio.create_task(_ask(routers, num_sequences=5)) for _ in range(2)]
+            await _request(routers)
+        waiting = [asyncio.create_task(_request(routers, num_sequences=5)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="on their way to a pipeline"):
-            await _ask(routers)
+            await _request(routers)
         for refused in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(refused, PipelineError)
         assert routers.num_requests == 0
@@ -434,12 +432,12 @@ def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("waited_s", "told_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])
-def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
-    waited_s: float, told_s: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("waited_s", "expected_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])
+def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
+    waited_s: float, expected_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that waits longest, however often it was tried since; a minute at most."""
-    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 1000.0
@@ -450,7 +448,7 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
         def check() -> None:
             with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
                 routers.check_capacity(10)
-            assert refused.value.retry_after_s == told_s
+            assert refused.value.retry_after_s == expected_s
 
         async def number_after(last: int) -> int:
             while max(routers._outputs, default=-1) <= last:
@@ -458,7 +456,7 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
             return max(routers._outputs)
 
         routers.check_capacity(10)
-        asked = asyncio.create_task(_ask(routers))
+        running_requests = asyncio.create_task(_request(routers))
         number = await number_after(-1)
         now += waited_s
         check()
@@ -467,12 +465,12 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
             await asyncio.sleep(0)
         check()
         await number_after(number)
-        later = asyncio.create_task(_ask(routers))
+        later = asyncio.create_task(_request(routers))
         await number_after(number + 1)
         check()
-        for each in (asked, later):
+        for each in (running_requests, later):
             each.cancel()
-        await asyncio.gather(asked, later, return_exceptions=True)
+        await asyncio.gather(running_requests, later, return_exceptions=True)
         routers.check_capacity(10)
 
     asyncio.run(scenario())
@@ -486,7 +484,7 @@ def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_soon_missed")
-def test_a_router_whose_machine_vanishes_is_missed() -> None:
+def test_the_loss_of_a_routers_machine_is_noticed() -> None:
     """Its system closes nothing, and Ray Serve learns it later. Also by a request that it has not answered at all."""
     at_work = asyncio.Event()
 
@@ -495,17 +493,17 @@ def test_a_router_whose_machine_vanishes_is_missed() -> None:
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        vanishes, comes = Replica("a", gate), Replica("b")
-        replicas = [vanishes]
-        async with _house(replicas, running="a") as routers, _driven([comes]):
-            asked = [asyncio.create_task(_ask(routers))]
+        lost, added = Replica("a", gate), Replica("b")
+        replicas = [lost]
+        async with _harness(replicas, running="a") as routers, _driven([added]):
+            running_requests = [asyncio.create_task(_request(routers))]
             await at_work.wait()
-            vanishes.is_cut_off = True
-            asked.append(asyncio.create_task(_ask(routers)))
-            while vanishes.asked["generate in vain"] < 3:  # the second request, and both once the stream is missed
+            lost.is_cut_off = True
+            running_requests.append(asyncio.create_task(_request(routers)))
+            while lost.call_counts["generate in vain"] < 3:  # the second request, and both once the stream is missed
                 await asyncio.sleep(0)
-            replicas[:] = [comes]
-            assert await asyncio.gather(*asked) == [5, 5]
+            replicas[:] = [added]
+            assert await asyncio.gather(*running_requests) == [5, 5]
 
     asyncio.run(scenario())
 
@@ -513,17 +511,17 @@ def test_a_router_whose_machine_vanishes_is_missed() -> None:
 @pytest.mark.usefixtures("_soon_missed")
 def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
     async def scenario() -> None:
-        vanishes, other = Replica("a", _stuck), Replica("b")
-        async with _house([vanishes], running="a") as routers, _driven([other]):
-            asked = asyncio.create_task(_ask(routers))
-            while not vanishes.router.num_requests:
+        lost, other = Replica("a", _stuck), Replica("b")
+        async with _harness([lost], running="a") as routers, _driven([other]):
+            running_requests = asyncio.create_task(_request(routers))
+            while not lost.router.num_requests:
                 await asyncio.sleep(0)
             handle: Any = routers._handle
             handle.replicas.append(other)
-            vanishes.is_cut_off = True
-            assert await asked == 5
-            assert await asyncio.gather(*(_ask(routers) for _ in range(4))) == [5] * 4
-            assert vanishes.asked["generate in vain"] == 0
+            lost.is_cut_off = True
+            assert await running_requests == 5
+            assert await asyncio.gather(*(_request(routers) for _ in range(4))) == [5] * 4
+            assert lost.call_counts["generate in vain"] == 0
 
     asyncio.run(scenario())
 
@@ -536,11 +534,11 @@ def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytes
         await opened.wait()
 
     async def scenario() -> None:
-        async with _house([Replica("a", gate)], running="a") as routers:
-            asked = asyncio.create_task(_ask(routers))
+        async with _harness([Replica("a", gate)], running="a") as routers:
+            running_requests = asyncio.create_task(_request(routers))
             await asyncio.sleep(0.2)
             opened.set()
-            assert await asked == 5
+            assert await running_requests == 5
 
     asyncio.run(scenario())
 
@@ -550,36 +548,36 @@ def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
 
     async def scenario() -> None:
         replica = Replica("b")
-        async with _house([replica], running="b") as routers:
-            assert await _ask(routers) == 5
+        async with _harness([replica], running="b") as routers:
+            assert await _request(routers) == 5
             assert [message async for message in replica.subscribe(routers._name, "a")] == []
-            assert await _ask(routers) == 5
-            assert replica.asked["subscribe"] == 1
+            assert await _request(routers) == 5
+            assert replica.call_counts["subscribe"] == 1
 
     asyncio.run(scenario())
 
 
 def test_a_stream_that_broke_on_one_side_is_opened_anew() -> None:
-    """The router believes that it still answers through it. The request goes on where it stood."""
+    """The router believes that it still answers through it. The request continues where it was."""
 
     async def scenario() -> None:
         replica = Replica("a")
-        async with _house([replica], running="a") as routers:
+        async with _harness([replica], running="a") as routers:
             replica.num_messages = 3  # of the first stream, of which the second and third are a request's
-            assert await _ask(routers) == 5
-            assert replica.asked["subscribe"] == 2
+            assert await _request(routers) == 5
+            assert replica.call_counts["subscribe"] == 2
             assert routers.num_requests == 0
 
     asyncio.run(scenario())
 
 
-def test_what_can_never_run_is_refused_by_the_first_router_that_hears_of_it() -> None:
+def test_what_can_never_run_is_refused_by_the_first_router_that_gets_it() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
-        async with _house(replicas, running="ab") as routers:
+        async with _harness(replicas, running="ab") as routers:
             with pytest.raises(RequestError):
-                await _ask(routers, prompt=(1,) * 300)
-            assert sum(each.asked.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
+                await _request(routers, prompt=(1,) * 300)
+            assert sum(each.call_counts.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
 
     asyncio.run(scenario())
 
@@ -590,10 +588,10 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pyt
 
     async def scenario() -> None:
         replica = Replica("a")
-        async with _house([replica], running="a") as routers:
-            assert await _ask(routers, num_sequences=4) == 20, "a prompt travels once"
+        async with _harness([replica], running="a") as routers:
+            assert await _request(routers, num_sequences=4) == 20, "a prompt travels once"
             assert replica.by_reference == {"generate": {False}, "subscribe": {False}}
-            assert await _ask(routers, prompt=tuple(range(1, 200))) == 5
+            assert await _request(routers, prompt=tuple(range(1, 200))) == 5
             assert replica.by_reference["generate"] == {False, True}
 
     asyncio.run(scenario())

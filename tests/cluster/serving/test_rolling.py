@@ -80,7 +80,7 @@ def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[
             same = await _rolled_in(load, settings | {"max_queued_requests": 99})
             assert same == before, "the same processes, which have read nothing more"
             others = await _rolled_in(load, settings | {"max_num_seqs": 17})
-            assert not others.keys() & before.keys(), "they had no room beside those of the version before"
+            assert not others.keys() & before.keys(), "they had no room next to those of the version before"
         finally:
             load.is_over = True
             await running
@@ -120,7 +120,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
     out, _ = command.communicate()
     assert (command.returncode, out) == (0, "drained: no request is running, and new ones are refused\n")
     assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503
-    _kill_the_door()
+    _kill_the_ingress()
     assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, "the next one is drained, too"
     subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address, "--undo"], check=True)
     assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
@@ -132,7 +132,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
     assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
 
 
-def _kill_the_door() -> None:
+def _kill_the_ingress() -> None:
     """And wait until there is another."""
     former = ingress_stats()["pid"]
     os.kill(former, signal.SIGKILL)

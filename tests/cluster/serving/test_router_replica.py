@@ -103,7 +103,7 @@ def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_m
     asyncio.run(scenario())
 
 
-def test_a_replica_that_failed_before_it_asked_for_a_pipeline_has_nothing_to_remove() -> None:
+def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove() -> None:
     replica: Any = Undriven()
     replica._driving = replica._acquiring = None
     asyncio.run(RouterReplica.__del__(replica))
@@ -188,18 +188,18 @@ def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch
 
 
 class Chain:
-    """Stages that answer when they are told to, with the epoch that they obey."""
+    """Stages that answer when the test lets them, with the epoch that they obey."""
 
     def __init__(self, epoch: int) -> None:
-        self.epoch, self.answers, self.num_asked = epoch, asyncio.Event(), 0
+        self.epoch, self.answers, self.num_requests = epoch, asyncio.Event(), 0
 
     async def health(self) -> list[Any]:
-        self.num_asked += 1
+        self.num_requests += 1
         await self.answers.wait()
         return [SimpleNamespace(epoch=self.epoch)] * 2
 
 
-def test_a_stage_that_obeys_nobody_is_found_by_asking() -> None:
+def test_a_stage_without_an_epoch_is_found_by_a_health_check() -> None:
     async def scenario() -> None:
         router, chain = StubRouter(7), Chain(-1)
         chain.answers.set()
@@ -235,16 +235,16 @@ def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against
         router, chain = StubRouter(7), Chain(7)
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._chain = chain
-        asked = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
+        requested = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         router.epoch, chain.epoch = (8, 7) if is_same else (7, 8)
         replica._router = router if is_same else StubRouter(8)
         chain.answers.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requested)
         assert router.loss is None or not is_same
         assert replica._router.loss is None
-        assert chain.num_asked == 1, "however many ask"
+        assert chain.num_requests == 1, "however many requests there are"
 
     asyncio.run(scenario())
 
@@ -262,19 +262,19 @@ def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("reported", "expected"),
     [
         ([{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}], ((1, 2), (3, 4), (5, 6))),
         ([{0: (1, 2), 1: (3, 4)}, {}], None),  # a stage is loading
         (PipelineError("a stage does not answer"), None),
     ],
 )
-def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad | None) -> None:  # noqa: ANN401
+def test_the_experts_load_is_that_of_all_layers(reported: Any, expected: ExpertLoad | None) -> None:  # noqa: ANN401
     class Stages:
         async def health(self) -> list[Any]:
-            if isinstance(told, PipelineError):
-                raise told
-            return [SimpleNamespace(expert_load=load) for load in told]
+            if isinstance(reported, PipelineError):
+                raise reported
+            return [SimpleNamespace(expert_load=load) for load in reported]
 
     async def scenario() -> None:
         replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
@@ -282,12 +282,12 @@ def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad 
         replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3)))
         assert await replica.expert_load() == (expected, "replica")
         replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3, moe=False)))
-        assert await replica.expert_load() == ((), "replica"), "whoever has no experts need not be asked"
+        assert await replica.expert_load() == ((), "replica"), "a model without experts has no load"
 
     asyncio.run(scenario())
 
 
-def test_a_pipeline_tells_what_it_is_and_does() -> None:
+def test_a_pipeline_reports_what_it_is_and_does() -> None:
     plan = tiny_plan(tiny_args(n_layers=8), 2)
     scheduler = Scheduler(plan.cache, SchedulerLimits(8, 64, 256, 96), FixedInFlightPolicy(2, 64), epoch=5)
     scheduler.add(Sequence(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
@@ -297,14 +297,14 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
         router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, health=SimpleNamespace(num_recoveries=3))
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
-        told, name = await replica.activity({"app-1": 1, "other": 2})
-        shown = PipelineActivity.model_validate_json(json.dumps(told))
+        reported, name = await replica.activity({"app-1": 1, "other": 2})
+        shown = PipelineActivity.model_validate_json(json.dumps(reported))
         assert (name, shown.name, shown.epoch, shown.recoveries) == ("replica", "app-1", 5, 3)
         assert [stage.label for stage in shown.stages] == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7"]
         assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
         assert shown.pages == plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
-        assert told.keys() == pipeline_data().keys()
+        assert reported.keys() == pipeline_data().keys()
         router.is_attached = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
 
@@ -333,8 +333,8 @@ def _nodes_join(
         driven.append(spec)
         yield holder
 
-    async def drive(patience_s: float) -> None:
-        async with adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=patience_s):  # type: ignore[arg-type]
+    async def drive(timeout_s: float) -> None:
+        async with adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=timeout_s):  # type: ignore[arg-type]
             pass
 
     monkeypatch.setattr(any_pipeline_module, "actor_names", lambda _: [])

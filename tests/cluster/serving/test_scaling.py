@@ -58,13 +58,13 @@ def test_pipelines_come_and_go_with_the_load_and_no_request_notices(url: str) ->
         many = Load(url, short, await baseline_tokens(url, short, 2))
         few = Load(url, long, await baseline_tokens(url, long, 2))
         streaming = asyncio.create_task(few.run(2))
-        asking = asyncio.create_task(many.run(8))
+        request_task = asyncio.create_task(many.run(8))
         await _until(lambda: _routers("RUNNING") == 2)
         await _until(lambda: _routers("STARTING") == 1 and len(leftovers()) > 2 * OF_A_PIPELINE)
         num_done = many.num_done
         await _until(lambda: many.num_done > num_done)  # with a third that waits for room
         many.is_over = True
-        await asking
+        await request_task
         await _until(lambda: _routers("RUNNING") == 1 and len(leftovers()) == OF_A_PIPELINE)
         few.is_over = True
         await streaming

@@ -158,11 +158,11 @@ def test_grpc_gives_the_tokens_that_http_gives() -> None:
 
 def test_grpc_scores_a_text_as_http_does() -> None:
     over_http = complete(prompt="What news?", echo=True, logprobs=2, max_tokens=0)
-    told = over_http["choices"][0]["logprobs"]
+    reported = over_http["choices"][0]["logprobs"]
     with Client(GRPC) as client:
         score = client.score("What news?", logprobs=2)
-    assert [token.token for token in score.tokens] == told["tokens"]
-    assert [token.logprob for token in score.tokens] == pytest.approx(told["token_logprobs"], abs=1e-5)
+    assert [token.token for token in score.tokens] == reported["tokens"]
+    assert [token.logprob for token in score.tokens] == pytest.approx(reported["token_logprobs"], abs=1e-5)
     assert asdict(score.usage) == over_http["usage"]
 
 
@@ -177,7 +177,7 @@ def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
 
     before = sum(stats["steps"] for stats in wait_until_idle())
     asyncio.run(run())
-    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "nobody waited for the last token"
+    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "the last token was not waited for"
 
 
 def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_proxy() -> None:
@@ -198,7 +198,7 @@ def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_
     assert num_proxy_calls() == 0
 
 
-def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> None:
+def test_grpc_refusals_keep_their_codes_and_hostile_messages_affect_no_other() -> None:
     before = processes()
     with Client(GRPC) as client:
         with pytest.raises(UnknownModelError, match="this server has 'demo'"):
@@ -220,7 +220,7 @@ def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> No
     assert processes() == before
 
 
-def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_doors() -> None:
+def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_http_and_grpc() -> None:
     bodies = [{"prompt": f"{word}:", "max_tokens": 12, "seed": 3, "temperature": 0.9} for word in WORDS[:8]]
     lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
     text = "\n".join([*map(json.dumps, lines), "no JSON", json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}})])
@@ -238,22 +238,22 @@ def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_door
     wait_until_idle()
 
 
-def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
-    """Beside the other application: metadata say for whom a call is."""
+def test_jobs_travel_through_ray_serve_and_the_key_is_required() -> None:
+    """Next to the other application: metadata say for which a call is."""
     cloudpickle.register_pickle_by_value(listed_jobs)  # replicas do not find the modules of tests
     deployment = serve.deployment(JobsServicer).options(ray_actor_options={"num_cpus": 0})
     try:
         serve.run(deployment.bind(), name="jobs", route_prefix="/jobs")
         with (
-            Client(GRPC, application="jobs") as stranger,
+            Client(GRPC, application="jobs") as unauthorized,
             pytest.raises(AuthenticationError, match="API key is missing or wrong"),
         ):
-            stranger.list_jobs()
-        with Client(GRPC, "wrong", application="jobs") as stranger:
+            unauthorized.list_jobs()
+        with Client(GRPC, "wrong", application="jobs") as unauthorized:
             with pytest.raises(AuthenticationError):
-                list(stranger.results("job-1"))
+                list(unauthorized.results("job-1"))
             with pytest.raises(AuthenticationError):
-                stranger.submit_job(b"{}\n" * 10**6)
+                unauthorized.submit_job(b"{}\n" * 10**6)
         with Client(GRPC, "right", application="jobs") as client:
             job = client.submit_job(b"{}\n" * 10**6, JobOptions(metadata={"owner": "me"}))
             assert (job.num_lines, job.options.metadata) == (10**6, {"owner": "me"})
@@ -269,7 +269,7 @@ def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
         cloudpickle.unregister_pickle_by_value(listed_jobs)
 
 
-def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(**ports: int) -> EngineConfig:
         return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
 
@@ -279,7 +279,7 @@ def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch
         check_running_serve(config(grpc_port=1234))
     with pytest.raises(ConfigError, match=f"give --host 127.0.0.1 --port {PORT}"):
         check_running_serve(config(port=1234))
-    monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("somebody.elses",))
+    monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("another.function",))
     assert not check_running_serve(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
 
 
@@ -380,17 +380,17 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
         client.embeddings.create(model="demo", input="O")
 
 
-def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_experts_load_grows_by_what_is_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every token is given to two experts of each of the eight layers."""
 
-    def told() -> MeasuredLoad:
+    def reported() -> MeasuredLoad:
         return MeasuredLoad.from_data(httpx.get(f"{URL}/experts", timeout=30).json())
 
     wait_until_idle()
-    before = told()
+    before = reported()
     usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
     wait_until_idle()
-    after = told()
+    after = reported()
     assert before.num_pipelines == after.num_pipelines == 1
     assert len(after.tokens) == 8
     grown = [sum(new) - sum(old) for new, old in zip(after.tokens, before.tokens, strict=True)]
@@ -402,29 +402,29 @@ def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.
     assert "since loading, 1 pipeline:" in capsys.readouterr().out
 
 
-def test_the_activity_is_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_activity_is_what_was_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every micro-batch passes both stages; the trace is of what runs while it is taken."""
     wait_until_idle()
     with httpx.Client(base_url=URL, timeout=30) as client:
         before = ask_activity(client)
         usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
         wait_until_idle()
-        (told,) = ask_activity(client, last_seen(before)).pipelines
-    assert sum(batch.prefill_tokens for batch in told.micro_batches) == usage["prompt_tokens"]
-    assert sum(batch.decodes for batch in told.micro_batches) == 19, "the first token is the prompt's"
-    for batch in told.micro_batches:
+        (reported,) = ask_activity(client, last_seen(before)).pipelines
+    assert sum(batch.prefill_tokens for batch in reported.micro_batches) == usage["prompt_tokens"]
+    assert sum(batch.decodes for batch in reported.micro_batches) == 19, "the first token is the prompt's"
+    for batch in reported.micro_batches:
         assert [stage for stage, *_ in batch.stages] == [0, 1]
         assert all(0 < busy_s <= elapsed_s for _, _, busy_s, elapsed_s in batch.stages)
-    assert (told.running, told.waiting, told.pages_held) == (0, 0, 0)
-    assert told.first_token_s is not None
+    assert (reported.running, reported.waiting, reported.pages_held) == (0, 0, 0)
+    assert reported.first_token_s is not None
     app(["top", "--once", "--url", URL], standalone_mode=False)
     assert "Stage 2/2 layers 4-7" in capsys.readouterr().out
     is_over = Event()
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)])
+        request_task = pool.submit(lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)])
         app(["trace", "-o", str(tmp_path / "trace.json"), "--seconds", "1", "--url", URL], standalone_mode=False)
         is_over.set()
-        asking.result()
+        request_task.result()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1000}
 
@@ -511,24 +511,24 @@ def _storm(num_requests: int, seed: int) -> int:
 @pytest.mark.timeout(900)
 def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
     _storm(150, seed=1)
-    (before,), door_before = wait_until_idle(), ingress_stats()
-    memory_before = _memory(before, door_before)
+    (before,), ingress_before = wait_until_idle(), ingress_stats()
+    memory_before = _memory(before, ingress_before)
     assert _storm(500, seed=2) > 100, "many must have left"
-    (after,), door_after = wait_until_idle(), ingress_stats()
+    (after,), ingress_after = wait_until_idle(), ingress_stats()
     assert after["steps"] > before["steps"]
     assert after["tasks"] <= before["tasks"] + 3
-    assert door_after["tasks"] <= door_before["tasks"] + 3
-    for name, num_bytes in _memory(after, door_after).items():
+    assert ingress_after["tasks"] <= ingress_before["tasks"] + 3
+    for name, num_bytes in _memory(after, ingress_after).items():
         assert num_bytes < memory_before[name] + 24 * 2**20, f"memory of {name} is flat after the first storm"
 
 
-def _memory(router: dict[str, Any], door: dict[str, Any]) -> dict[str, int]:
+def _memory(router: dict[str, Any], ingress: dict[str, Any]) -> dict[str, int]:
     """Bytes of every process that works on requests; stages made their page pools when they were loaded."""
     stages = {stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]}
-    return {"the router": router["rss"], "the ingress": door["rss"], **stages}
+    return {"the router": router["rss"], "the ingress": ingress["rss"], **stages}
 
 
-def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
+def test_a_client_that_leaves_frees_its_slot_while_the_rest_continues() -> None:
     """Whether it was streaming, waiting for all of its answer, or waiting for a place."""
     (before,) = wait_until_idle()
 
@@ -552,8 +552,8 @@ def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_once_a_router_hears_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
-    """Stages that stand still meanwhile make it exact: what is in flight comes back, and then nothing more happens."""
+def test_once_a_router_knows_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
+    """Stages that stand still during the test make it exact: what is in flight comes back, and then nothing more happens."""
     before = wait_until_idle()
 
     async def leave() -> dict[str, Any]:
@@ -584,7 +584,7 @@ def test_a_request_of_too_many_sequences_is_refused_for_good() -> None:
     assert "at most 288" in response.json()["error"]["message"]
 
 
-def test_when_too_many_wait_the_next_is_told_when_to_come_back() -> None:
+def test_when_too_many_wait_the_next_is_refused_with_a_time_to_retry() -> None:
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
             long = {"prompt": ["O"] * 250, "max_tokens": 1900, "stream": True, "ignore_eos": True}
@@ -623,9 +623,9 @@ def _received_before_it_was_cut(connection: socket.socket) -> int:
 
 
 def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None:
-    """Of some 30 MB that it has asked for; the socket's buffers take a few."""
-    asked = {"prompt": "O", "n": 12, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
-    with _unread(json.dumps(asked).encode()) as connection:
+    """Of some 30 MB that it has requested; the socket's buffers take a few."""
+    request_body = {"prompt": "O", "n": 12, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with _unread(json.dumps(request_body).encode()) as connection:
         while ingress_stats()["requests"] == 0:
             time.sleep(0.05)
         while (stats := ingress_stats())["requests"]:
@@ -642,7 +642,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None
 
 
 @contextmanager
-def _nobody_is_harmed() -> Iterator[None]:
+def _server_unharmed() -> Iterator[None]:
     """Afterwards nothing is held, every process is the one that it was, and answers."""
     wait_until_idle()
     before = processes()
@@ -652,7 +652,7 @@ def _nobody_is_harmed() -> Iterator[None]:
     assert complete(prompt="ROMEO:", max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-ASKED = b'{"prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}'
+REQUEST_BODY = b'{"prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}'
 ENDLESS = b'{"prompt": "ROMEO:", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
 TEN_MB = b'{"prompt": "' + b"la " * (10**7 // 3) + b'"}'
 REFUSED_BODIES = {
@@ -687,10 +687,10 @@ REFUSED_BODIES = {
     b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
     b'{"prompt": "\\ud800"}': "the body is not JSON: unexpected end of hex escape",
     b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
-    b"\xef\xbb\xbf" + ASKED: "the body is not JSON: expected value at line 1 column 1",
-    ASKED.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
-    ASKED + b"x": "the body is not JSON: trailing characters",
-    ASKED[:-1]: "the body is not JSON: EOF",
+    b"\xef\xbb\xbf" + REQUEST_BODY: "the body is not JSON: expected value at line 1 column 1",
+    REQUEST_BODY.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
+    REQUEST_BODY + b"x": "the body is not JSON: trailing characters",
+    REQUEST_BODY[:-1]: "the body is not JSON: EOF",
     b'{"prompt": ' + b"[" * 10**6: "the body is not JSON: recursion limit exceeded",
     b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}": "the body is not JSON: recursion limit exceeded",
     b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
@@ -700,7 +700,7 @@ REFUSED_BODIES = {
 
 
 def test_a_body_that_makes_no_sense_is_refused_with_what_is_wrong() -> None:
-    with _nobody_is_harmed(), httpx.Client(base_url=URL, timeout=240) as client:
+    with _server_unharmed(), httpx.Client(base_url=URL, timeout=240) as client:
         for body, message in REFUSED_BODIES.items():
             response = client.post("/v1/completions", content=body)
             assert response.status_code == (413 if body is TEN_MB else 400), message
@@ -708,7 +708,7 @@ def test_a_body_that_makes_no_sense_is_refused_with_what_is_wrong() -> None:
 
 
 def test_random_bodies_are_answered_or_refused() -> None:
-    """As in the tests of the door, by way of Ray Serve and many at a time."""
+    """As in the tests of the API server, through Ray Serve and many at a time."""
 
     async def send(bodies: list[bytes]) -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
@@ -722,7 +722,7 @@ def test_random_bodies_are_answered_or_refused() -> None:
     def whatever(bodies: list[bytes]) -> None:
         asyncio.run(send(bodies))
 
-    with _nobody_is_harmed():
+    with _server_unharmed():
         whatever()
 
 
@@ -731,24 +731,32 @@ def _chunk(part: bytes) -> bytes:
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is, /docs shows it", "does not take"
+NOT_HERE, DOES_NOT_TAKE = "is not here; there are /v1/completions, ", "does not take"
 FRAMED = {
-    "in chunks": (post_request(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
-    "of an older HTTP": (post_request(ASKED, content_length(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
-    "with two hosts": (post_request(ASKED, content_length(ASKED), b"Host: another"), 200, ""),
-    "with a strange content type": (post_request(ASKED, content_length(ASKED), b"Content-Type: \xff/xml"), 200, ""),
-    "with a strange encoding": (post_request(ASKED, content_length(ASKED), b"Content-Encoding: gzip"), 200, ""),
-    "with many headers": (post_request(ASKED, content_length(ASKED), *(b"X-%d: x" % i for i in range(1000))), 200, ""),
-    "with a huge header": (post_request(ASKED, content_length(ASKED), b"X: " + b"x" * 60_000), 200, ""),
-    "that expects to be asked": (post_request(ASKED, content_length(ASKED), b"Expect: 100-continue"), 200, ""),
+    "in chunks": (post_request(_chunk(REQUEST_BODY[:9]) + _chunk(REQUEST_BODY[9:]) + _chunk(b""), CHUNKED), 200, ""),
+    "of an older HTTP": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/completions HTTP/1.0"),
+        200,
+        "",
+    ),
+    "with two hosts": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Host: another"), 200, ""),
+    "with a strange content type": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Type: \xff/xml"), 200, ""),
+    "with a strange encoding": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Encoding: gzip"), 200, ""),
+    "with many headers": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), *(b"X-%d: x" % i for i in range(1000))),
+        200,
+        "",
+    ),
+    "with a huge header": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"X: " + b"x" * 60_000), 200, ""),
+    "that expects a 100 response": (post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Expect: 100-continue"), 200, ""),
     "with wrong keys": (
-        post_request(ASKED, content_length(ASKED), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"),
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"),
         200,
         "",
     ),
     "without a length": (post_request(b""), 400, "the body is not JSON: EOF"),
     "longer than it says": (
-        post_request(ASKED, content_length(ASKED[:10]), b"Connection: close"),
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY[:10]), b"Connection: close"),
         400,
         "the body is not JSON: EOF",
     ),
@@ -759,14 +767,26 @@ FRAMED = {
         413,
         "the body is larger than 8388608 bytes",
     ),
-    "by GET": (post_request(ASKED, content_length(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "by DELETE": (post_request(ASKED, content_length(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by GET": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"GET /v1/completions HTTP/1.1"),
+        405,
+        DOES_NOT_TAKE,
+    ),
+    "by DELETE": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"DELETE /v1/completions HTTP/1.1"),
+        405,
+        DOES_NOT_TAKE,
+    ),
     "by PROPFIND": (post_request(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
     "by CONNECT": (post_request(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
     "for nothing": (post_request(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
-    "for embeddings": (post_request(ASKED, content_length(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
+    "for embeddings": (
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/embeddings HTTP/1.1"),
+        404,
+        NOT_HERE,
+    ),
     "for a path with dots": (
-        post_request(ASKED, content_length(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"),
+        post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/../v1/completions HTTP/1.1"),
         404,
         NOT_HERE,
     ),
@@ -779,7 +799,7 @@ FRAMED = {
 @pytest.mark.parametrize("how", FRAMED)
 def test_a_request(how: str) -> None:
     request, wanted, message = FRAMED[how]
-    with _nobody_is_harmed():
+    with _server_unharmed():
         status, body = exchange(request)
         assert status == wanted
         assert status == 200 or message in check_error(body)["message"]
@@ -787,31 +807,31 @@ def test_a_request(how: str) -> None:
 
 @pytest.mark.parametrize("name", [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"])
 def test_headers_that_ray_serve_reads_may_hold_anything(name: bytes) -> None:
-    with _nobody_is_harmed():
-        assert exchange(post_request(ASKED, content_length(ASKED), name + b": \xff"))[0] in (200, 400)
+    with _server_unharmed():
+        assert exchange(post_request(REQUEST_BODY, content_length(REQUEST_BODY), name + b": \xff"))[0] in (200, 400)
 
 
 @pytest.mark.parametrize("header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"])
 def test_a_client_cannot_give_ray_serve_orders(header: bytes) -> None:
-    with _nobody_is_harmed():
-        assert exchange(post_request(ASKED, content_length(ASKED), header))[0] == 200
+    with _server_unharmed():
+        assert exchange(post_request(REQUEST_BODY, content_length(REQUEST_BODY), header))[0] == 200
 
 
 NOT_HTTP = (
     b"\r\n\r\nnothing at all\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\xaa" * 40,  # TLS
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    post_request(ASKED, b"Content-Length: -5"),
-    post_request(ASKED, b"Content-Length: abc"),
-    post_request(ASKED, b"Content-Length: " + b"9" * 30),
-    post_request(ASKED, content_length(ASKED), b"Content-Length: 5"),
-    post_request(_chunk(ASKED), CHUNKED, b"Content-Length: 5"),
-    post_request(b"zz\r\n" + ASKED, CHUNKED),
-    post_request(b"-5\r\n" + ASKED, CHUNKED),
-    post_request(b"f" * 17 + b"\r\n" + ASKED, CHUNKED),
-    post_request(ASKED, b"Transfer-Encoding: gzip"),
-    post_request(ASKED, content_length(ASKED), b"no colon"),
-    post_request(ASKED, content_length(ASKED), b"X: \x00"),
+    post_request(REQUEST_BODY, b"Content-Length: -5"),
+    post_request(REQUEST_BODY, b"Content-Length: abc"),
+    post_request(REQUEST_BODY, b"Content-Length: " + b"9" * 30),
+    post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"Content-Length: 5"),
+    post_request(_chunk(REQUEST_BODY), CHUNKED, b"Content-Length: 5"),
+    post_request(b"zz\r\n" + REQUEST_BODY, CHUNKED),
+    post_request(b"-5\r\n" + REQUEST_BODY, CHUNKED),
+    post_request(b"f" * 17 + b"\r\n" + REQUEST_BODY, CHUNKED),
+    post_request(REQUEST_BODY, b"Transfer-Encoding: gzip"),
+    post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"no colon"),
+    post_request(REQUEST_BODY, content_length(REQUEST_BODY), b"X: \x00"),
     post_request(b"", line=b"GIVE /v1/models HTTP/1.1"),
     post_request(b"", line=b"GET /\xff HTTP/1.1"),
     post_request(b"", line=b"GET /v1/models?" + b"x" * 70_000 + b" HTTP/1.1"),
@@ -820,7 +840,7 @@ NOT_HTTP = (
 
 def test_what_is_not_http_does_not_get_past_ray_serves_proxy() -> None:
     """The proxy's own refusal, in plain text: there is no request yet that could be answered in OpenAI's words."""
-    with _nobody_is_harmed():
+    with _server_unharmed():
         for request in NOT_HTTP:
             assert exchange(request) == (400, b"Invalid HTTP request received.")
 
@@ -830,7 +850,7 @@ def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: b
     whole = post_request(ENDLESS, content_length(ENDLESS))
     chunked = post_request(_chunk(ENDLESS), CHUNKED)  # without the end
     start = whole.index(ENDLESS)
-    with _nobody_is_harmed():
+    with _server_unharmed():
         steps = router_stats()[0]["steps"]
         for cut in (0, 1, 9, 30, start - 1, start, start + 1, start + 40, len(whole) - 1):
             send_and_leave(whole[:cut], abruptly=abruptly)
@@ -845,7 +865,7 @@ def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: b
 # ---- a router that dies
 
 
-def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_go_on() -> None:
+def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_continue() -> None:
     (before,) = wait_until_idle()
     _check_undisturbed_by(lambda: os.kill(before["pid"], signal.SIGKILL))
     while True:
@@ -905,13 +925,13 @@ def _check_undisturbed_by(fault: Callable[[], None]) -> None:
     async def all_of_them(fault: Callable[[], None] | None) -> list[list[int]]:
         began = asyncio.Semaphore(0)
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            asked = [asyncio.create_task(one(client, body, began)) for body in bodies]
+            tasks = [asyncio.create_task(one(client, body, began)) for body in bodies]
             if fault is not None:
                 for _ in range(40):  # pieces of streams
                     await began.acquire()
-                assert not any(task.done() for task in asked)
+                assert not any(task.done() for task in tasks)
                 fault()
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
 
     calm = asyncio.run(all_of_them(None))
     assert [len(tokens) for tokens in calm] == [150] * 12
@@ -934,7 +954,7 @@ def test_an_idle_stage_that_dies_is_fenced_anew_without_a_request() -> None:
                 break
         except RayError:
             pass
-        httpx.get(f"{URL}/health", timeout=60)  # asking is what notices
+        httpx.get(f"{URL}/health", timeout=60)  # the health check is what notices
         time.sleep(0.1)
     assert after["stages"][0]["pid"] == before["stages"][0]["pid"]
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
@@ -953,7 +973,7 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
 def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
     _redeploy(1)
-    while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have gone
+    while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have ended
         time.sleep(0.1)
     wait_until_ready()
     (first,) = router_stats()
@@ -961,7 +981,7 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     while len(stats := _stats_once_they_settle()) != 2:
         time.sleep(0.1)
     assert len({s["pipeline"] for s in stats}) == 2
-    assert first["pid"] in {s["pid"] for s in stats}, "the one that was there goes on"
+    assert first["pid"] in {s["pid"] for s in stats}, "the one that was there continues"
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:

@@ -29,7 +29,7 @@ LONG = SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))
 
 
 class Response:
-    """As Ray Serve's: whoever waits for it may be cancelled without the call being so."""
+    """As Ray Serve's: a task that waits for it may be cancelled without the call being so."""
 
     def __init__(self, call: "asyncio.Task[bytes]") -> None:
         self._call = call
@@ -61,7 +61,7 @@ class Handle:
 
 
 class StepByStep(ScriptedChain):
-    """Completes as many micro-batches as it is told, and remembers all that were submitted."""
+    """Completes as many micro-batches as the test allows, and remembers all that were submitted."""
 
     def __init__(self) -> None:
         super().__init__(self._wait)
@@ -97,16 +97,16 @@ async def _remote(
         await running
 
 
-def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else would tell: its system cannot close the stream. Those of other doors go on."""
+def test_requests_of_an_ingress_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would reveal it: its system cannot close the stream. Those of other ingresses continue."""
     monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.001)
     dead: set[str] = set()
 
     async def scenario() -> None:
         chain = StepByStep()
-        async with _remote(chain, nodes=DeadNodeWatcher(lambda: dead), node="far") as (vanishing, router, handle):
+        async with _remote(chain, nodes=DeadNodeWatcher(lambda: dead), node="far") as (dying, router, handle):
             staying = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
-            going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, vanishing))
+            going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, dying))
             await _until(lambda: router.num_requests == 2)
             dead.add("far")
             await _until(lambda: router.num_requests == 1)
@@ -122,7 +122,7 @@ def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.
 def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
-            refusal, _ = wire.decode_error(await handle._generate("door", 1, b"no specs at all", meant_for))
+            refusal, _ = wire.decode_error(await handle._generate("ingress", 1, b"no specs at all", meant_for))
             assert isinstance(refusal, ModelMismatchError)
             assert "another model or version" in str(refusal)
             assert router.num_requests == 0
@@ -153,7 +153,7 @@ def test_tokens_come_back_to_whom_they_belong() -> None:
         async with _remote(chain) as (routers, router, handle):
             specs = [SequenceRequest((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
             assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(range(1, 21))
-            assert handle.num_calls == 40, "each was told to open a stream first"
+            assert handle.num_calls == 40, "each was refused until a stream was open"
             assert await _num_tokens(routers, LONG) == 200
             assert handle.num_calls == 41
             assert (routers.num_requests, router.num_requests, router.scheduler.is_idle) == (0, 0, True)
@@ -163,7 +163,7 @@ def test_tokens_come_back_to_whom_they_belong() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 2, 11, 40])
 def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flight_are_back(num_steps: int) -> None:
-    """From the moment in which the router hears of it. The request that leaves has sequences 0 to 5, some of
+    """From the moment in which the router gets it. The request that leaves has sequences 0 to 5, some of
     them in flight and some not; the one that stays is 6."""
     left = set(range(6))
 
@@ -199,7 +199,7 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
     asyncio.run(scenario())
 
 
-def test_who_leaves_while_waiting_for_a_place_was_never_there() -> None:
+def test_a_client_that_leaves_while_it_waits_for_capacity_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         chain = StepByStep()
         async with _remote(chain, max_num_seqs=1) as (routers, router, _):
@@ -217,18 +217,18 @@ def test_who_leaves_while_waiting_for_a_place_was_never_there() -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_whose_stream_breaks_goes_on_over_a_new_one() -> None:
+def test_a_request_whose_stream_breaks_continues_over_a_new_one() -> None:
     async def scenario() -> None:
         chain = StepByStep()
         async with _remote(chain) as (routers, router, handle):
-            asked = asyncio.create_task(_num_tokens(routers, LONG))
+            requested = asyncio.create_task(_num_tokens(routers, LONG))
             await _until(lambda: len(chain.submitted) > 0)
             (stream,) = [task for task in routers._tasks if task.get_coro().__name__ == "_listen"]
             stream.cancel()
             chain.complete(1000)
-            assert await asked == 200
+            assert await requested == 200
             await _until(lambda: router.scheduler.is_idle)
-            assert router.num_requests == 0, "what was asked over the first one has been given up"
+            assert router.num_requests == 0, "what was requested over the first one has been given up"
             assert handle.num_calls == 4, "no stream yet, the first; again none, and the second"
 
     asyncio.run(scenario())

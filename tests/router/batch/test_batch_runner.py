@@ -3,22 +3,31 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import LIMITS, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
+from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tramontane.proto.errors import JobStoreError, OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.proto.errors import (
+    JobStoreError,
+    OverloadedError,
+    PipelineError,
+    PipelineUnavailableError,
+    RequestError,
+    UnknownJobError,
+)
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.claims import LEASE_S
+from tramontane.router.batch.claims import LEASE_S, Claim, Outcome
+from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import LineSplitter, ParsedLine
-from tramontane.router.batch.runner import MAX_TRIES, THREADS
-from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.outcomes import OutcomeWriter
+from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, THREADS, BatchRunner
+from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
 
 GOOD = request("a", 1)
@@ -43,26 +52,26 @@ BAD = [
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path)
-    yield place
-    place.close()
+def harness(tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path)
+    yield harness
+    harness.close()
 
 
 async def _whole(
-    place: BatchHarness,
+    harness: BatchHarness,
     text: bytes,
     options: JobOptions = JobOptions(),  # noqa: B008
     **more: Any,  # noqa: ANN401
 ) -> tuple[Job, list[tuple[Any, ...]]]:
     """Submit and run; returns the job at its end and (line, custom_id, is_error) with the bodies."""
-    service = place.service()
+    service = harness.service()
     job = await service.submit(pieces(text), options)
-    async with place.running(place.runner(**more)):
-        told = [
+    async with harness.running(harness.runner(**more)):
+        reported = [
             (line.line, line.custom_id, line.is_error, json.loads(line.body)) for line in await all_results(service, job.job_id)
         ]
-    return await service.get(job.job_id), told
+    return await service.get(job.job_id), reported
 
 
 @given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
@@ -81,33 +90,33 @@ def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: i
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_bad_lines_are_told_by_number_and_harm_no_other(place: BatchHarness, keeps_order: bool) -> None:
+def test_bad_lines_are_reported_by_number_and_affect_no_other(harness: BatchHarness, keeps_order: bool) -> None:
     text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
-    job, told = asyncio.run(_whole(place, text, JobOptions(keeps_order=keeps_order)))
+    job, reported = asyncio.run(_whole(harness, text, JobOptions(keeps_order=keeps_order)))
     assert (job.state, job.num_lines, job.num_invalid) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
     assert (job.num_done, job.num_failed) == (2, len(BAD))
-    good = {custom_id: body for _, custom_id, is_error, body in told if not is_error}
+    good = {custom_id: body for _, custom_id, is_error, body in reported if not is_error}
     assert good == {"a": {"said": 1}, "z": {"said": 2}}
-    bad = {line: body["message"] for line, _, is_error, body in told if is_error}
+    bad = {line: body["message"] for line, _, is_error, body in reported if is_error}
     assert sorted(bad) == list(range(4, 4 + len(BAD)))
     assert all(message.startswith(f"line {line}: ") for line, message in bad.items())
     if keeps_order:
-        assert [line for line, *_ in told] == sorted(line for line, *_ in told)
+        assert [line for line, *_ in reported] == sorted(line for line, *_ in reported)
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_job_without_one_good_line_has_failed_and_says_why(place: BatchHarness, keeps_order: bool) -> None:
+def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarness, keeps_order: bool) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
         job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
         assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
-        assert job.ended_at == place.clock.now
+        assert job.ended_at == harness.clock.now
         assert job.error is not None
         assert job.error.startswith("none of the 1200 lines is a request: line 2: url is '/v1/embeddings'")
         assert job.error.count("/v1/embeddings") == 1, "what is wrong with all of them is said once"
         assert job.error.endswith("; and 1199 more")
-        assert place.claims().claim(5) == [], "there is nothing to run"
+        assert harness.claims().claim(5) == [], "there is nothing to run"
         assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
@@ -121,21 +130,21 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(place: BatchHarness
     asyncio.run(scenario())
 
 
-def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: BatchHarness) -> None:
+def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: BatchHarness) -> None:
     async def breaks_off() -> AsyncIterator[bytes]:
         yield requests(1500)
-        raise ConnectionError("the client is gone")
+        raise ConnectionError("the client has left")
 
     async def too_many() -> AsyncIterator[bytes]:
         for _ in range(LIMITS.max_lines + 1):
             yield b"x\n"
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         with pytest.raises(UnknownJobError):
             await service.get("batch_x")
         assert await service.list(5) == []
-        assert not Path(place.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
+        assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
         with pytest.raises(ConnectionError):
             await service.submit(breaks_off(), JobOptions())
         for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
@@ -155,14 +164,14 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: BatchH
     asyncio.run(scenario())
 
 
-def test_what_died_while_it_was_submitted_is_removed(place: BatchHarness) -> None:
+def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         begun = service._submissions.create(JobOptions(), request_key="k")
         await service.collect_garbage()
         with pytest.raises(OverloadedError):
             service._submissions.create(JobOptions(), request_key="k")
-        place.clock.now += 1000
+        harness.clock.now += 1000
         await service.collect_garbage()
         with pytest.raises(RequestError, match="made no progress"):
             await asyncio.to_thread(service._submissions.accept, begun)
@@ -171,18 +180,18 @@ def test_what_died_while_it_was_submitted_is_removed(place: BatchHarness) -> Non
     asyncio.run(scenario())
 
 
-def test_a_request_that_comes_again_takes_over_what_stands_still(place: BatchHarness) -> None:
-    store = place.service()._submissions
+def test_a_request_that_comes_again_takes_over_what_stands_still(harness: BatchHarness) -> None:
+    store = harness.service()._submissions
     dead = store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 0, [ParsedLine(1, "a", "{}", None)])
-    place.clock.now += TAKEOVER_TIMEOUT_S
+    harness.clock.now += TAKEOVER_TIMEOUT_S
     with pytest.raises(OverloadedError, match="being submitted"):
         store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 1, [])
-    place.clock.now += 1
+    harness.clock.now += 1
     with pytest.raises(OverloadedError, match="being submitted"):
         store.create(JobOptions(), request_key="k")
-    place.clock.now += TAKEOVER_TIMEOUT_S
+    harness.clock.now += TAKEOVER_TIMEOUT_S
     again = store.create(JobOptions(), request_key="k")
     with pytest.raises(RequestError, match="made no progress"):
         store.accept(dead)
@@ -193,24 +202,24 @@ def test_a_request_that_comes_again_takes_over_what_stands_still(place: BatchHar
 
 
 @pytest.mark.parametrize("text", [requests(900), b"x" * 900], ids=["lines", "one line"])
-def test_a_slow_submission_does_not_stand_still(place: BatchHarness, text: bytes) -> None:
+def test_a_slow_submission_does_not_stand_still(harness: BatchHarness, text: bytes) -> None:
     """A line a second, or a line of which a byte comes every second."""
 
     async def slow() -> AsyncIterator[bytes]:
         for piece in text.splitlines(keepends=True) if b"\n" in text else (text[i : i + 1] for i in range(len(text))):
-            place.clock.now += 1
-            if place.clock.now % 60 == 0:
+            harness.clock.now += 1
+            if harness.clock.now % 60 == 0:
                 await service.collect_garbage()
             yield piece
 
-    service = place.service()
+    service = harness.service()
     job = asyncio.run(service.submit(slow(), JobOptions()))
     assert job.num_lines == max(1, text.count(b"\n"))
 
 
-def test_a_full_house_says_when_to_come_back(place: BatchHarness) -> None:
+def test_a_full_service_says_when_to_retry(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         for _ in range(LIMITS.max_open_jobs):
             await service.submit(pieces(GOOD), JobOptions())
         with pytest.raises(OverloadedError):
@@ -220,18 +229,18 @@ def test_a_full_house_says_when_to_come_back(place: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: BatchHarness) -> None:
-    asked: dict[str, int] = {}
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(harness: BatchHarness) -> None:
+    requested: dict[str, int] = {}
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body["prompt"]
-        asked[prompt] = asked.get(prompt, 0) + 1
+        requested[prompt] = requested.get(prompt, 0) + 1
         match prompt:
             case "refused":
                 raise RequestError("no such thing")
-            case "busy" if asked[prompt] < 3 * MAX_TRIES:
+            case "busy" if requested[prompt] < 3 * MAX_TRIES:
                 raise OverloadedError("later", 1)
-            case "fails" if asked[prompt] < 4:
+            case "fails" if requested[prompt] < 4:
                 raise PipelineError("a stage died")
             case "hopeless":
                 raise PipelineError("a stage died again")
@@ -240,17 +249,84 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: Batch
         return {"said": prompt}
 
     names = ["refused", "busy", "fails", "hopeless", "defect", "fine"]
-    job, told = asyncio.run(_whole(place, b"".join(request(name, name) for name in names), answer=answer))
-    assert asked == {"refused": 1, "busy": 3 * MAX_TRIES, "fails": 4, "hopeless": MAX_TRIES, "defect": MAX_TRIES, "fine": 1}
-    assert {name for _, name, is_error, _ in told if not is_error} == {"busy", "fails", "fine"}
-    assert {name: body["message"] for _, name, is_error, body in told if is_error and name != "defect"} == {
+    job, reported = asyncio.run(_whole(harness, b"".join(request(name, name) for name in names), answer=answer))
+    assert requested == {"refused": 1, "busy": 3 * MAX_TRIES, "fails": 4, "hopeless": MAX_TRIES, "defect": MAX_TRIES, "fine": 1}
+    assert {name for _, name, is_error, _ in reported if not is_error} == {"busy", "fails", "fine"}
+    assert {name: body["message"] for _, name, is_error, body in reported if is_error and name != "defect"} == {
         "refused": "no such thing",
         "hopeless": "a stage died again",
     }
     assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
 
 
-def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: BatchHarness) -> None:
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (OverloadedError("later", 7), [7.0, 7.0, 7.0, 7.0, 8.0]),
+        (OverloadedError("later", 1000), [MAX_WAIT_S] * 5),
+        (PipelineUnavailableError("it restarts"), [0.5, 1.0, 2.0, 4.0, 8.0]),
+        (PipelineError("a stage died"), [0.5, 1.0, 2.0, 4.0, 8.0]),
+    ],
+)
+def test_a_line_waits_as_long_as_it_is_asked_to(harness: BatchHarness, error: Exception, waits: list[float]) -> None:
+    """Longer each time, and never longer than half a minute."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        if seconds != POLL_S:
+            slept.append(seconds)
+        await asyncio.sleep(0.001)
+
+    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        if len(slept) < 5:
+            raise error
+        return {}
+
+    async def scenario() -> None:
+        service = harness.service()
+        job = await service.submit(pieces(GOOD), JobOptions())
+        runner = BatchRunner(harness.claims(), JobStorage(harness.storage), answer, 1, poll_s=POLL_S, sleep=sleep)
+        async with harness.running(runner):
+            assert len(await all_results(service, job.job_id)) == 1
+
+    asyncio.run(scenario())
+    assert slept == waits
+
+
+def test_outcomes_are_written_although_one_of_them_is_waited_for_no_longer(harness: BatchHarness) -> None:
+    """Its line was cancelled, or its job lost, while the outcome was on its way to the disk."""
+
+    async def scenario() -> None:
+        service, claims, threads = harness.service(), harness.claims(), JobThreadPool(1)
+        job = await service.submit(pieces(requests(3)), JobOptions())
+        (claim,) = claims.claim(1)
+        there, go_on, real = threading.Event(), threading.Event(), claims.finish
+
+        def finish(claim: Claim, outcomes: Sequence[Outcome]) -> None:
+            there.set()
+            go_on.wait()
+            real(claim, outcomes)
+
+        claims.finish = finish  # type: ignore[method-assign]
+        writer = OutcomeWriter(claims, asyncio.sleep, threads)
+        running = asyncio.create_task(writer.run())
+        waiting = [asyncio.create_task(writer.write(claim, Outcome(place, False, 200, "{}"))) for place in range(2)]
+        await asyncio.to_thread(there.wait)
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+        go_on.set()
+        waiting.append(asyncio.create_task(writer.write(claim, Outcome(2, False, 200, "{}"))))
+        for task in waiting[1:]:
+            await asyncio.wait([task, running], return_when=asyncio.FIRST_COMPLETED)
+            assert not running.done(), running.exception()
+        running.cancel()
+        threads.close()
+        assert (await service.get(job.job_id)).num_done == 3
+
+    asyncio.run(scenario())
+
+
+def test_the_order_of_results_is_the_inputs_or_that_of_answers(harness: BatchHarness) -> None:
     """Answers come backwards."""
 
     async def orders(keeps_order: bool) -> list[int]:
@@ -261,19 +337,19 @@ def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: BatchHarne
             await gates[body["prompt"]].wait()
             return {}
 
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(6)), JobOptions(keeps_order=keeps_order))
-        told = []
-        async with place.running(place.runner(answer)):
+        reported = []
+        async with harness.running(harness.runner(answer)):
             for number in reversed(range(6)):
                 gates[number].set()
                 if not keeps_order:
-                    told.append(await _result(service.results(job.job_id, len(told))))
+                    reported.append(await _result(service.results(job.job_id, len(reported))))
             if keeps_order:
-                told = [line.line async for line in service.results(job.job_id)]
+                reported = [line.line async for line in service.results(job.job_id)]
             again = [line.line async for line in service.results(job.job_id, 2)]
-        assert again == told[2:], "offsets stay"
-        return told
+        assert again == reported[2:], "offsets stay"
+        return reported
 
     assert asyncio.run(orders(True)) == [1, 2, 3, 4, 5, 6]
     assert asyncio.run(orders(False)) == [6, 5, 4, 3, 2, 1]
@@ -285,28 +361,28 @@ async def _result(results: AsyncIterator[Any]) -> int:
     raise AssertionError("the job has ended")
 
 
-def test_a_full_disk_is_not_filled_further(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_filled_further(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full three times, in the middle of the second file."""
-    real, num_full = JobStorage.write, 0
+    real, num_full = StorageFile.close, 0
 
-    def write(storage: JobStorage, path: str, parts: Iterable[bytes]) -> int:
+    def close(file: StorageFile) -> int:
         nonlocal num_full
-        num_bytes = real(storage, path, parts)
-        if b"invalid_line" in (Path(place.storage) / path).read_bytes() and num_full < 3:
+        num_bytes = real(file)
+        if b"invalid_line" in Path(file._file.name).read_bytes() and num_full < 3:
             num_full += 1
             raise JobStoreError("no space left on device")
         return num_bytes
 
-    monkeypatch.setattr(JobStorage, "write", write)
-    job, _ = asyncio.run(_whole(place, requests(3) + b"{\n"))
+    monkeypatch.setattr(StorageFile, "close", close)
+    job, _ = asyncio.run(_whole(harness, requests(3) + b"{\n"))
     assert (job.state, num_full) == (JobState.COMPLETED, 3)
-    assert len(list(Path(place.storage).rglob("*.jsonl"))) == 2
-    with place.service()._database.reading() as connection:
+    assert len(list(Path(harness.storage).rglob("*.jsonl"))) == 2
+    with harness.service()._database.reading() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
 
 
-def test_a_small_job_does_not_wait_for_a_large_one(place: BatchHarness) -> None:
-    """Lines of both are begun in turns, the large one's in no greater number than slots were given meanwhile."""
+def test_a_small_job_does_not_wait_for_a_large_one(harness: BatchHarness) -> None:
+    """Lines of both are begun in turns, the large one's in no greater number than slots were given in that time."""
     begun: list[str] = []
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -315,10 +391,10 @@ def test_a_small_job_does_not_wait_for_a_large_one(place: BatchHarness) -> None:
         return {}
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         large = await service.submit(pieces(b"".join(request(f"l{i}", "large") for i in range(200))), JobOptions())
         small = await service.submit(pieces(b"".join(request(f"s{i}", "small") for i in range(10))), JobOptions())
-        async with place.running(place.runner(answer, concurrency=4)):
+        async with harness.running(harness.runner(answer, concurrency=4)):
             await all_results(service, small.job_id)
             await all_results(service, large.job_id)
 
@@ -328,7 +404,7 @@ def test_a_small_job_does_not_wait_for_a_large_one(place: BatchHarness) -> None:
     assert last < 50
 
 
-def test_no_more_lines_are_in_progress_than_were_allowed(place: BatchHarness) -> None:
+def test_no_more_lines_are_in_progress_than_were_allowed(harness: BatchHarness) -> None:
     now = most = 0
 
     async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
@@ -339,11 +415,11 @@ def test_no_more_lines_are_in_progress_than_were_allowed(place: BatchHarness) ->
         now -= 1
         return {}
 
-    job, _ = asyncio.run(_whole(place, requests(300), answer=answer, concurrency=7))
+    job, _ = asyncio.run(_whole(harness, requests(300), answer=answer, concurrency=7))
     assert (job.num_done, most) == (300, 7)
 
 
-def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: BatchHarness) -> None:
+def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarness) -> None:
     """Those of one job are refused until another job is done; no more of them wait than may be in progress."""
     refused: set[int] = set()
     is_room = asyncio.Event()
@@ -355,10 +431,10 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: BatchHarness)
         return {}
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         waits = await service.submit(pieces(requests(40)), JobOptions())
-        runner = place.runner(answer, concurrency=3)
-        async with place.running(runner):
+        runner = harness.runner(answer, concurrency=3)
+        async with harness.running(runner):
             while len(refused) < 3:
                 await asyncio.sleep(0)
             fine = await service.submit(pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions())
@@ -366,16 +442,16 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: BatchHarness)
             assert refused == {0, 1, 2}
             is_room.set()
             assert len(await all_results(service, waits.job_id)) == 40
-        assert runner._slots._value == 3
+        assert runner._slots.num_free == 3
 
     asyncio.run(scenario())
 
 
-def test_a_job_that_is_lost_gives_its_slots_back(place: BatchHarness) -> None:
+def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
     """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
 
     async def scenario() -> None:
-        claims, go_on = place.claims(), asyncio.Event()
+        claims, go_on = harness.claims(), asyncio.Event()
         begun = 0
 
         async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
@@ -384,20 +460,20 @@ def test_a_job_that_is_lost_gives_its_slots_back(place: BatchHarness) -> None:
             await go_on.wait()
             return {}
 
-        service = place.service()
-        runner = place.runner(answer, concurrency=16, claims=claims)
+        service = harness.service()
+        runner = harness.runner(answer, concurrency=16, claims=claims)
         lost = await service.submit(pieces(requests(600)), JobOptions())
-        async with place.running(runner):
+        async with harness.running(runner):
             while begun < 16:
                 await asyncio.sleep(0)
-            elsewhere = place.claims()
-            elsewhere.clock = lambda: place.clock.now + 2 * LEASE_S
+            elsewhere = harness.claims()
+            elsewhere.clock = lambda: harness.clock.now + 2 * LEASE_S
             assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
             go_on.set()
             while runner._runs:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert runner._slots._value == 16
+            assert runner._slots.num_free == 16
             another = await service.submit(pieces(requests(40)), JobOptions())
             assert len(await all_results(service, another.job_id)) == 40
 
@@ -405,8 +481,8 @@ def test_a_job_that_is_lost_gives_its_slots_back(place: BatchHarness) -> None:
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_cancelled_job_ends_each_of_its_lines(place: BatchHarness, keeps_order: bool) -> None:
-    """Two have begun and end well; one that is overloaded has not begun, and does not go on trying."""
+def test_a_cancelled_job_ends_each_of_its_lines(harness: BatchHarness, keeps_order: bool) -> None:
+    """Two have begun and end well; one that is overloaded has not begun, and is not tried again."""
 
     async def scenario() -> None:
         go_on, has_begun = asyncio.Event(), asyncio.Event()
@@ -418,10 +494,10 @@ def test_a_cancelled_job_ends_each_of_its_lines(place: BatchHarness, keeps_order
             await go_on.wait()
             return {}
 
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=keeps_order))
-        runner = place.runner(answer, concurrency=3)
-        async with place.running(runner):
+        runner = harness.runner(answer, concurrency=3)
+        async with harness.running(runner):
             await has_begun.wait()
             assert (await service.cancel(job.job_id)).state == JobState.CANCELLING
             while not all(run.is_cancelled for run in runner._runs.values()):
@@ -438,26 +514,26 @@ def test_a_cancelled_job_ends_each_of_its_lines(place: BatchHarness, keeps_order
     asyncio.run(scenario())
 
 
-def test_a_job_that_nobody_began_can_be_cancelled(place: BatchHarness) -> None:
+def test_a_job_that_has_not_begun_can_be_cancelled(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(3)), JobOptions())
         await service.cancel(job.job_id)
-        async with place.running(place.runner(echo)):
+        async with harness.running(harness.runner(echo)):
             results = await all_results(service, job.job_id)
         assert [line.is_error for line in results] == [True] * 3
 
     asyncio.run(scenario())
 
 
-def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: BatchHarness) -> None:
+def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarness) -> None:
     """Neither what others do in threads, nor a runner's lease for its lines."""
 
     async def scenario() -> None:
-        service, go_on, has_renewed = place.service(), threading.Event(), asyncio.Event()
+        service, go_on, has_renewed = harness.service(), threading.Event(), asyncio.Event()
         job = await service.submit(pieces(requests(3)), JobOptions())
-        real, loop = place.claims(), asyncio.get_running_loop()
-        claims = place.claims()
+        real, loop = harness.claims(), asyncio.get_running_loop()
+        claims = harness.claims()
         claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
         held = claims.claimed
 
@@ -473,10 +549,10 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: BatchHarnes
             waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]
             await asyncio.sleep(0)
             assert await asyncio.wait_for(asyncio.to_thread(lambda: "tokens"), 20) == "tokens"
-            others = place.service()
+            others = harness.service()
             for _ in range(2 * THREADS):
                 await others.submit(pieces(GOOD), JobOptions())
-            async with place.running(place.runner(claims=claims)):
+            async with harness.running(harness.runner(claims=claims)):
                 await asyncio.wait_for(has_renewed.wait(), 20)
                 go_on.set()
                 await all_results(others, job.job_id)
@@ -487,15 +563,15 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: BatchHarnes
     asyncio.run(scenario())
 
 
-def test_streams_are_bounded(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_bounded(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 2)
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(GOOD), JobOptions())
         watch = service.watch(job.job_id)
         await anext(watch)
-        async with place.running(place.runner()):
+        async with harness.running(harness.runner()):
             results = service.results(job.job_id)
             await anext(results)
             for late in (service.watch(job.job_id), service.results(job.job_id)):
@@ -507,13 +583,13 @@ def test_streams_are_bounded(place: BatchHarness, monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
-def test_queues_do_not_see_each_other(place: BatchHarness) -> None:
+def test_queues_do_not_see_each_other(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        job = await place.service("mixtral").submit(pieces(GOOD), JobOptions())
-        assert place.claims("tiny").claim(5) == []
-        assert await place.service("tiny").list(5) == []
+        job = await harness.service("mixtral").submit(pieces(GOOD), JobOptions())
+        assert harness.claims("tiny").claim(5) == []
+        assert await harness.service("tiny").list(5) == []
         with pytest.raises(UnknownJobError):
-            await place.service("tiny").cancel(job.job_id)
-        assert len(place.claims("mixtral").claim(5)) == 1
+            await harness.service("tiny").cancel(job.job_id)
+        assert len(harness.claims("mixtral").claim(5)) == 1
 
     asyncio.run(scenario())

@@ -1,7 +1,8 @@
 """Jobs that a runner holds without knowing it, and those that it must leave at once."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from tramontane.router.batch.storage import JobStorage
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path)
-    yield place
-    place.close()
+def harness(tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path)
+    yield harness
+    harness.close()
 
 
 def _loses_the_answer(claims: JobClaimStore) -> None:
-    """Of the first claim that takes anything: the database has it, and the runner hears of an error."""
+    """Of the first claim that takes anything: the database has it, and the runner gets an error."""
     real = claims.claim
     lost: list[Claim] = []
 
@@ -57,11 +58,13 @@ def _cannot_release(claims: JobClaimStore) -> None:
 
 
 @pytest.mark.parametrize("goes_wrong", [_loses_the_answer, _cannot_release])
-def test_a_job_that_its_runner_does_not_know_of_goes_on(place: BatchHarness, goes_wrong: Callable[[JobClaimStore], None]) -> None:
+def test_a_job_that_its_runner_does_not_know_of_continues(
+    harness: BatchHarness, goes_wrong: Callable[[JobClaimStore], None]
+) -> None:
     """With the same runner, which has another job all the while."""
 
     async def scenario() -> None:
-        service, claims, go_on = place.service(), place.claims(), asyncio.Event()
+        service, claims, go_on = harness.service(), harness.claims(), asyncio.Event()
 
         async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
             if body["prompt"] == "waits":
@@ -70,13 +73,13 @@ def test_a_job_that_its_runner_does_not_know_of_goes_on(place: BatchHarness, goe
 
         goes_wrong(claims)
         job = await service.submit(pieces(requests(3)), JobOptions())
-        async with place.running(place.runner(answer, claims=claims)):
+        async with harness.running(harness.runner(answer, claims=claims)):
             while (await service.get(job.job_id)).state != JobState.RUNNING:
                 await asyncio.sleep(0)
             other = await service.submit(pieces(request("w", "waits")), JobOptions())
             async with asyncio.timeout(20):
                 while not (now := await service.get(job.job_id)).state.has_ended:
-                    place.clock.now += LEASE_S / 10
+                    harness.clock.now += LEASE_S / 10
                     await asyncio.sleep(0.005)
             assert (now.state, now.num_done) == (JobState.COMPLETED, 3)
             go_on.set()
@@ -85,24 +88,24 @@ def test_a_job_that_its_runner_does_not_know_of_goes_on(place: BatchHarness, goe
     asyncio.run(scenario())
 
 
-def test_a_runner_renews_and_claims_by_what_it_runs(place: BatchHarness) -> None:
-    service, claims = place.service(), place.claims()
+def test_a_runner_renews_and_claims_by_what_it_runs(harness: BatchHarness) -> None:
+    service, claims = harness.service(), harness.claims()
     for _ in range(2):
         asyncio.run(service.submit(pieces(requests(1)), JobOptions()))
     known, lost = claims.claim(5)
-    place.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * LEASE_S
     assert list(claims.claimed([known.number], renew=True)) == [known.number]
     assert claims.claim(5, [known.number]) == []
-    place.clock.now += 0.2 * LEASE_S
+    harness.clock.now += 0.2 * LEASE_S
     (again,) = claims.claim(5, [known.number])
     assert (again.number, again.epoch) == (lost.number, lost.epoch + 1)
-    place.clock.now += 2 * LEASE_S
+    harness.clock.now += 2 * LEASE_S
     assert claims.claim(5, [known.number, again.number]) == [], "what it runs it does not begin again, however late it is"
     claims.release(known)
     assert claims.claim(5, [known.number, again.number]) == []
 
 
-def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: BatchHarness) -> None:
+def test_a_cancelled_job_does_not_wait_for_lines_that_wait(harness: BatchHarness) -> None:
     """Neither for their time, nor for slots: another job has them all."""
 
     async def scenario() -> None:
@@ -120,16 +123,109 @@ def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: BatchHarness) 
                 await asyncio.Event().wait()
             raise OverloadedError("later", MAX_WAIT_S)
 
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(3)), JobOptions())
-        runner = BatchRunner(place.claims(), JobStorage(place.storage), answer, 1, sleep=sleep)
-        async with place.running(runner):
+        runner = BatchRunner(harness.claims(), JobStorage(harness.storage), answer, 1, sleep=sleep)
+        async with harness.running(runner):
             await asleep.wait()
             await service.submit(pieces(request("k", "keeps")), JobOptions())
             await has_slot.wait()
             await service.cancel(job.job_id)
             results = await asyncio.wait_for(all_results(service, job.job_id), 20)
         assert [line.is_error for line in results] == [True] * 3
-        assert runner._slots._value == 1
+        assert runner._slots.num_free == 1
 
     asyncio.run(scenario())
+
+
+def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> None:
+    """More than a lease passes while a line is answered, and the runner looks at the clock in between."""
+
+    async def scenario() -> None:
+        service, claims, elsewhere = harness.service(), harness.claims(), harness.claims()
+        go_on, has_begun, num_polls, real = asyncio.Event(), asyncio.Event(), 0, claims.claimed
+
+        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            has_begun.set()
+            await go_on.wait()
+            return await echo(endpoint, body)
+
+        def claimed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+            nonlocal num_polls
+            found = real(running, renew)
+            num_polls += 1
+            return found
+
+        claims.claimed = claimed  # type: ignore[method-assign]
+        job = await service.submit(pieces(requests(1)), JobOptions())
+        async with harness.running(harness.runner(answer, claims=claims)):
+            await has_begun.wait()
+            for _ in range(4):
+                before = num_polls
+                while num_polls < before + 2:  # one may have read the clock before it moves
+                    await asyncio.sleep(0)
+                assert elsewhere.claim(5) == []
+                harness.clock.now += 0.6 * LEASE_S
+            go_on.set()
+            assert len(await all_results(service, job.job_id)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        go_on, has_slots = asyncio.Event(), 0
+
+        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            nonlocal has_slots
+            has_slots += 1
+            await go_on.wait()
+            return await echo(endpoint, body)
+
+        service, runner = harness.service(), harness.runner(answer, concurrency=2)
+        await service.submit(pieces(requests(2)), JobOptions())
+        async with harness.running(runner):
+            while has_slots < 2:
+                await asyncio.sleep(0)
+            waits = await service.submit(pieces(requests(3)), JobOptions())
+            while not runner._slots._waiting:
+                await asyncio.sleep(0)
+            await service.cancel(waits.job_id)
+            while not any(run.is_cancelled for run in runner._runs.values()):
+                await asyncio.sleep(0)
+            go_on.set()
+            assert [line.is_error for line in await all_results(service, waits.job_id)] == [True] * 3
+            while runner._runs:
+                await asyncio.sleep(0)
+        assert (has_slots, runner._slots.num_free) == (2, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_cannot_be_released_is_a_warning(harness: BatchHarness, caplog: pytest.LogCaptureFixture) -> None:
+    """And not the end of a task with an error that nothing handles."""
+
+    async def scenario() -> list[Any]:
+        unhandled: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
+        service, claims = harness.service(), harness.claims()
+        job = await service.submit(pieces(requests(1)), JobOptions())
+        tried = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def release(_claim: Claim) -> None:
+            loop.call_soon_threadsafe(tried.set)
+            raise JobStoreError("the database is locked")
+
+        claims.release = release  # type: ignore[method-assign]
+        async with harness.running(harness.runner(claims=claims)):
+            assert len(await all_results(service, job.job_id)) == 1
+            await tried.wait()
+            await asyncio.sleep(0.01)
+            other = await service.submit(pieces(requests(2)), JobOptions())
+            assert len(await all_results(service, other.job_id)) == 2
+        return unhandled
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(scenario()) == []
+    assert any("could not be released and stays until its lease expires" in message for message in caplog.messages)

@@ -1,8 +1,9 @@
-"""How lines come in: beside the event loop, and in bounded number."""
+"""How lines come in: outside the event loop, and in bounded number."""
 
 import asyncio
+import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,20 @@ from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request,
 
 from tramontane.proto.errors import JobRefusedError
 from tramontane.proto.jobs import JobOptions
-from tramontane.router.batch import submissions as job_intake
+from tramontane.router.batch import database as batch_database
+from tramontane.router.batch import ingest as job_intake
 from tramontane.router.batch.input_lines import InputLine, LineSplitter
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path)
-    yield place
-    place.close()
+def harness(tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path)
+    yield harness
+    harness.close()
 
 
-def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(
-    place: BatchHarness, monkeypatch: pytest.MonkeyPatch
+def test_lines_are_cut_outside_the_event_loop_and_not_too_many_at_once(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blank ones too, of which a piece may have millions."""
     real, cut_by, sizes = LineSplitter.feed, set[int](), list[int]()
@@ -35,13 +37,13 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(
     monkeypatch.setattr(LineSplitter, "feed", feed)
     monkeypatch.setattr(job_intake, "SPLIT_BYTES", 1000)
     text = b"\n" * 3000 + b"\n".join(requests(500).splitlines(keepends=True))
-    job = asyncio.run(place.service().submit(pieces(text, 10_000), JobOptions()))
+    job = asyncio.run(harness.service().submit(pieces(text, 10_000), JobOptions()))
     assert (job.num_lines, job.num_invalid) == (500, 0)
     assert threading.get_ident() not in cut_by
     assert (max(sizes), sum(sizes)) == (1000, len(text))
 
 
-def test_many_small_pieces_are_cut_together(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sizes = LineSplitter.feed, list[int]()
 
     def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
@@ -49,19 +51,65 @@ def test_many_small_pieces_are_cut_together(place: BatchHarness, monkeypatch: py
         return real(splitter, piece)
 
     monkeypatch.setattr(LineSplitter, "feed", feed)
-    assert asyncio.run(place.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
+    assert asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
     assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("ends", [b"\n", b""])
-def test_blank_lines_count_among_those_that_may_be(place: BatchHarness, ends: bytes) -> None:
+def test_blank_lines_count_among_those_that_may_be(harness: BatchHarness, ends: bytes) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b" \n"
 
-    service = place.service()
+    service = harness.service()
     most = b"\n" * (LIMITS.max_lines - 1) + request("a", 1).strip() + ends
     assert asyncio.run(service.submit(pieces(most), JobOptions())).num_lines == 1
     for too_many in (pieces(b"\n" + most), endless()):
         with pytest.raises(JobRefusedError, match=f"more than {LIMITS.max_lines} lines"):
             asyncio.run(service.submit(too_many, JobOptions()))
+
+
+def _count_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the instructions that SQLite executes, in hundreds."""
+    num_steps = 0
+
+    def count() -> int:
+        nonlocal num_steps
+        num_steps += 1
+        return 0
+
+    def prepare(connection: sqlite3.Connection, record: object) -> None:
+        real(connection, record)
+        connection.set_progress_handler(count, 100)
+
+    real = batch_database._prepare_sqlite
+    monkeypatch.setattr(batch_database, "_prepare_sqlite", prepare)
+    return lambda: num_steps
+
+
+_KINDS: dict[str, Callable[[int], bytes]] = {
+    "distinct": lambda count: requests(2 * count),
+    "all the same": lambda count: request("a", 1) * 2 * count,
+    "valid after invalid": lambda count: request("a", 1, method="GET") * count + request("a", 1) * count,
+    "invalid after valid": lambda count: request("a", 1) * count + request("a", 1, method="GET") * count,
+}
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_custom_ids_are_compared_in_work_linear_in_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, keeps_order: bool
+) -> None:
+    """Twice the lines are twice the instructions of the database, a few more for a larger index."""
+    num_steps = _count_steps(monkeypatch)
+    steps: list[int] = []
+    for count in (1000, 2000):
+        harness, before = new_batch_harness(tmp_path / str(count)), num_steps()
+        text = _KINDS[kind](count)
+        job = asyncio.run(harness.service().submit(pieces(text, 100_000), JobOptions(keeps_order=keeps_order)))
+        assert job.num_lines == 2 * count
+        assert job.num_invalid == (0 if kind == "distinct" else 2 * count - 1)
+        harness.close()
+        steps.append(num_steps() - before)
+    assert steps[0] > 100
+    assert steps[1] < 2.3 * steps[0]

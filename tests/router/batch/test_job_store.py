@@ -22,7 +22,7 @@ from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.storage import UrlReader
+from tramontane.router.batch.urls import UrlReader
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,10 @@ def postgres_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    place = new_batch_harness(tmp_path) if request.param == "sqlite" else _on_postgres(request)
-    yield place
-    place.close()
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
+    harness = new_batch_harness(tmp_path) if request.param == "sqlite" else _on_postgres(request)
+    yield harness
+    harness.close()
 
 
 def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
@@ -44,12 +44,12 @@ def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
     return BatchHarness(url, f"memory://jobs-{uuid.uuid4().hex}")
 
 
-def _submitted(place: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
-    service = place.service()
+def _submitted(harness: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
+    service = harness.service()
     return service, asyncio.run(service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order)))
 
 
-def _told(service: BatchService, job: Job) -> list[tuple[int, int, str]]:
+def _stored_results(service: BatchService, job: Job) -> list[tuple[int, int, str]]:
     stored = service._jobs.get(job.job_id)
     return [(each.line.offset, each.line.line, each.line.body) for each in service._jobs.results(stored, 0, 100)]
 
@@ -59,9 +59,9 @@ def _done(*places: int, said: str = "{}") -> list[Outcome]:
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_line_ends_by_its_first_outcome(place: BatchHarness, keeps_order: bool) -> None:
-    service, job = _submitted(place, 4, keeps_order)
-    claims = place.claims()
+def test_a_line_ends_by_its_first_outcome(harness: BatchHarness, keeps_order: bool) -> None:
+    service, job = _submitted(harness, 4, keeps_order)
+    claims = harness.claims()
     (claim,) = claims.claim(5)
     assert [line.place for line in claims.next_lines(claim, 0, 2)] == [1, 2]
     claims.finish(claim, _done(2, 0))
@@ -69,22 +69,22 @@ def test_a_line_ends_by_its_first_outcome(place: BatchHarness, keeps_order: bool
     now = service._jobs.get(job.job_id).job
     assert (now.num_done, now.num_failed) == (3, 1)
     assert claims.next_lines(claim, -1, 5) == []
-    by_line = {line: body for _, line, body in _told(service, job)}
+    by_line = {line: body for _, line, body in _stored_results(service, job)}
     assert by_line == {1: "{}", 2: "{}", 3: "{}", 4: '"another"'}
-    assert [offset for offset, *_ in _told(service, job)] == [0, 1, 2, 3]
-    assert [line for _, line, _ in _told(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
+    assert [offset for offset, *_ in _stored_results(service, job)] == [0, 1, 2, 3]
+    assert [line for _, line, _ in _stored_results(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
 
 
-def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: BatchHarness) -> None:
-    service, job = _submitted(place, 3)
-    first, second = place.claims(), place.claims()
+def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: BatchHarness) -> None:
+    service, job = _submitted(harness, 3)
+    first, second = harness.claims(), harness.claims()
     (old,) = first.claim(5)
     assert second.claim(5) == first.claim(5) == []
-    place.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * LEASE_S
     assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
-    place.clock.now += 0.9 * LEASE_S
+    harness.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
-    place.clock.now += 0.2 * LEASE_S
+    harness.clock.now += 0.2 * LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
     assert first.claimed([old.number], renew=True) == {}
@@ -106,24 +106,24 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Batc
     assert service._jobs.get(job.job_id).job.num_done == 0
 
 
-def test_jobs_are_claimed_and_listed_by_age(place: BatchHarness) -> None:
+def test_jobs_are_claimed_and_listed_by_age(harness: BatchHarness) -> None:
     async def submitted() -> list[str]:
-        service = place.service()
+        service = harness.service()
         return [(await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))).job_id for n in range(5)]
 
     ids = asyncio.run(submitted())
-    assert [claim.job_id for claim in place.claims().claim(2)] == ids[:2]
-    assert [claim.job_id for claim in place.claims().claim(9)] == ids[2:]
-    service = place.service()
+    assert [claim.job_id for claim in harness.claims().claim(2)] == ids[:2]
+    assert [claim.job_id for claim in harness.claims().claim(9)] == ids[2:]
+    service = harness.service()
     listed = asyncio.run(service.list(3))
     assert [job.job_id for job in listed] == ids[:1:-1]
     assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [{"n": "1"}, {"n": "0"}]
     with pytest.raises(UnknownJobError):
-        asyncio.run(service.list(3, "batch_nobody"))
+        asyncio.run(service.list(3, "batch_unknown"))
 
 
 def _rows(service: BatchService) -> tuple[int, int]:
-    """How many jobs and lines there are, those included that nobody is told of."""
+    """How many jobs and lines there are, those included that no client sees."""
     with service._database.reading() as connection:
         jobs, lines = [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar_one() for t in ("jobs", "lines")]
     return jobs, lines
@@ -134,12 +134,12 @@ def _rows(service: BatchService) -> tuple[int, int]:
     [("create", True, (0, 0)), ("create", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
 )
 def test_a_client_that_leaves_while_the_database_works(
-    place: BatchHarness, step: str, is_late: bool, left: tuple[int, int]
+    harness: BatchHarness, step: str, is_late: bool, left: tuple[int, int]
 ) -> None:
-    """The thread goes on, and writes before that is noticed or after. A job has all of its lines or is not there."""
+    """The thread continues, and writes before that is noticed or after. A job has all of its lines or is not there."""
 
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         work, there, go_on = getattr(service._submissions, step), threading.Event(), threading.Event()
 
         def defer_signals(*arguments: Any) -> Any:  # noqa: ANN401
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_while_the_database_works(
         client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
         await asyncio.to_thread(there.wait)
         client.cancel()
-        if step == "accept":  # what it left is cleared away meanwhile
+        if step == "accept":  # what it left is removed at the same time
             await asyncio.wait([client])
         else:
             await asyncio.wait([client], timeout=0)
@@ -161,23 +161,23 @@ def test_a_client_that_leaves_while_the_database_works(
             await client
         await asyncio.to_thread(service._threads.close)
         assert _rows(service) == left
-        assert [claim.epoch for claim in place.claims().claim(5)] == [1] * left[0]
+        assert [claim.epoch for claim in harness.claims().claim(5)] == [1] * left[0]
 
     asyncio.run(scenario())
 
 
-def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: BatchHarness) -> None:
-    service = place.service()
+def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continued_stays(harness: BatchHarness) -> None:
+    service = harness.service()
     store = service._submissions
     line = ParsedLine(1, "a", "{}", None)
     slow, half = store.create(JobOptions(), request_key="slow"), store.create(JobOptions(), request_key="half")
     store.add_lines(half, 0, [line])
-    place.clock.now += 10
+    harness.clock.now += 10
     store.add_lines(slow, 0, [line])
     for job in (slow, half):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
-            store.delete(job.number, place.clock.now)
+            store.delete(job.number, harness.clock.now)
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
         with pytest.raises(RequestError, match="made no progress"):
             change()
@@ -188,7 +188,79 @@ def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_st
     assert store.accept(slow).job.num_lines == 1
 
 
-def test_two_runners_at_once_end_every_line_once(place: BatchHarness) -> None:
+def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
+    """Its request is cancelled again while what it left is being deleted, as by a server that stops."""
+
+    async def scenario() -> None:
+        service, there, go_on, gone = harness.service(), threading.Event(), threading.Event(), threading.Event()
+        create, delete = service._submissions.create, service._submissions.delete
+
+        def slow_create(*arguments: Any) -> Any:  # noqa: ANN401
+            there.set()
+            go_on.wait()
+            return create(*arguments)
+
+        def noted_delete(*arguments: Any) -> None:  # noqa: ANN401
+            delete(*arguments)
+            gone.set()
+
+        service._submissions.create = slow_create  # type: ignore[method-assign]
+        service._submissions.delete = noted_delete  # type: ignore[method-assign]
+        client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
+        await asyncio.to_thread(there.wait)
+        for _ in range(2):
+            client.cancel()
+            await asyncio.wait([client], timeout=0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await client
+        assert await asyncio.to_thread(gone.wait, 20), "it is deleted all the same"
+        assert _rows(service) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+@pytest.mark.parametrize("num_between", [0, 2500], ids=["in one transaction", "in several"])
+def test_the_first_line_that_is_valid_has_the_custom_id(harness: BatchHarness, keeps_order: bool, num_between: int) -> None:
+    """Invalid ones before it do not take it away, and valid ones behind it do not get it."""
+    between = b"".join(request(f"b{i}", i) for i in range(num_between))
+    bad, good = request("a", 1, method="GET"), request("a", 2)
+    text = between.join([bad + bad + good + bad, good + good + bad])
+
+    async def scenario() -> None:
+        service = harness.service()
+        job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
+        assert (job.num_lines, job.num_invalid, job.num_failed) == (7 + num_between, 6, 6)
+        harness.clock.now += 1
+        async with harness.running(harness.runner()):
+            results = await all_results(service, job.job_id)
+        last = num_between + 5
+        bad = {line.line: json.loads(line.body)["message"] for line in results if line.is_error}
+        assert sorted(bad) == [1, 2, 4, last, last + 1, last + 2]
+        assert [line.line for line in results if line.custom_id == "a" and not line.is_error] == [3]
+        for line in (last, last + 1):
+            assert bad[line] == f"line {line}: its custom_id is that of an earlier line"
+        assert {line.custom_id for line in results if line.is_error} == {"a"}
+        assert [line.offset for line in results] == list(range(7 + num_between))
+
+    asyncio.run(scenario())
+
+
+def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
+    """It has one line at least, however long that is."""
+    service = harness.service()
+    text = b"".join(request(str(i), "x" * 500 * (i + 1)) for i in range(3)) + requests(5)
+    asyncio.run(service.submit(pieces(text), JobOptions()))
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    sizes = [len(line) for line in text.splitlines()]
+    for most, num_lines in ((1, 1), (sizes[0], 1), (sum(sizes[:2]), 2), (sum(sizes[:2]) + 1, 2), (sum(sizes), 8)):
+        assert len(claims.next_lines(claim, -1, 100, most)) == num_lines
+    assert [line.place for line in claims.next_lines(claim, 1, 100, sizes[2] + sizes[3])] == [2, 3]
+
+
+def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
     """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
 
     async def scenario() -> None:
@@ -197,12 +269,12 @@ def test_two_runners_at_once_end_every_line_once(place: BatchHarness) -> None:
         async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
             runs[body["prompt"]] += 1
             if random.random() < 0.05:
-                place.clock.now += 2 * LEASE_S
+                harness.clock.now += 2 * LEASE_S
             return {"said": body["prompt"], "run": runs[body["prompt"]]}
 
-        service = place.service()
+        service = harness.service()
         job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=False))
-        async with place.running(place.runner(answer)), place.running(place.runner(answer)):
+        async with harness.running(harness.runner(answer)), harness.running(harness.runner(answer)):
             results = await all_results(service, job.job_id)
         assert [line.offset for line in results] == list(range(40))
         assert sorted(line.line for line in results) == list(range(1, 41))
@@ -217,9 +289,9 @@ def test_two_runners_at_once_end_every_line_once(place: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_files_are_kept_bounded_and_listed(place: BatchHarness) -> None:
+def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
     async def scenario() -> None:
-        service = place.service()
+        service = harness.service()
         made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
         assert [file.num_bytes for file in made] == [1, 2, 3, 4]
         with pytest.raises(RequestError, match="larger"):
@@ -230,44 +302,44 @@ def test_files_are_kept_bounded_and_listed(place: BatchHarness) -> None:
         assert await service.list_files(9, purpose="batch_output") == []
         assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
         await service.delete_file(ids[2])
-        for gone in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
+        for removed in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
             with pytest.raises(RequestError):
-                await gone
+                await removed
 
     asyncio.run(scenario())
 
 
-def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: BatchHarness) -> None:
+def test_what_ended_long_ago_is_removed_with_its_lines_and_files(harness: BatchHarness) -> None:
     """And what has not ended stays, however old it is."""
 
     async def scenario() -> None:
-        service = place.service(keep_s=1000.0)
+        service = harness.service(keep_s=1000.0)
         upload = await service.upload("in.jsonl", "batch", iter([requests(3)]))
         done = await service.submit_file(upload.file_id, JobOptions(), "k")
-        async with place.running(place.runner()):
+        async with harness.running(harness.runner()):
             await all_results(service, done.job.job_id)
             async for _ in service.watch(done.job.job_id):
                 pass
         bad = await service.submit(pieces(b"x\n"), JobOptions())
         ended = await service.get_stored(done.job.job_id)
         assert ended.output_file is not None
-        place.clock.now += 1000
+        harness.clock.now += 1000
         waiting = await service.submit(pieces(requests(2)), JobOptions())
         await service.collect_garbage()
         assert len(await service.list(9)) == 3, "it is not late yet"
         assert len(await service.list_files(9)) == 2
-        place.clock.now += 1
+        harness.clock.now += 1
         await service.collect_garbage()
         assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
         assert _rows(service) == (1, 2)
         assert await service.list_files(9) == []
-        for gone in (service.get(done.job.job_id), service.get(bad.job_id), service.content(ended.output_file)):
+        for removed in (service.get(done.job.job_id), service.get(bad.job_id), service.content(ended.output_file)):
             with pytest.raises(RequestError):
-                await gone
-        for_ever = place.service()
-        place.clock.now += 1e9
-        await for_ever.collect_garbage()
-        async with place.running(place.runner()):
+                await removed
+        keeping_all = harness.service()
+        harness.clock.now += 1e9
+        await keeping_all.collect_garbage()
+        async with harness.running(harness.runner()):
             assert len(await all_results(service, waiting.job_id)) == 2
         again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
         assert (await service.submit_file(again.file_id, JobOptions(), "k")).job.job_id != done.job.job_id
@@ -275,14 +347,14 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: BatchHar
     asyncio.run(scenario())
 
 
-def test_a_removal_that_was_killed_half_way_is_finished(place: BatchHarness) -> None:
-    service, job = _submitted(place, 3)
+def test_a_removal_that_was_killed_half_way_is_finished(harness: BatchHarness) -> None:
+    service, job = _submitted(harness, 3)
     asyncio.run(service.cancel(job.job_id))
-    claims = place.claims()
+    claims = harness.claims()
     (claim,) = claims.claim(1)
     claims.end(claim, JobState.CANCELLED, None, None)
-    place.clock.now += 10
-    late = place.service(keep_s=5.0)
+    harness.clock.now += 10
+    late = harness.service(keep_s=5.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(late._submissions, "_delete", lambda _number: None)  # as if killed there
         asyncio.run(late.collect_garbage())
@@ -325,10 +397,10 @@ def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
 
 def test_a_job_of_a_url(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    place = new_batch_harness(tmp_path)
+    harness = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
-        service = place.service(url_prefixes=(f"file://{tmp_path}",))
+        service = harness.service(url_prefixes=(f"file://{tmp_path}",))
         job = await service.submit_url(f"file://{tmp_path}/in.jsonl", JobOptions())
         assert job.num_lines == 3
 
@@ -344,36 +416,37 @@ def test_a_database_that_cannot_hold_jobs_is_refused(url: str) -> None:
 def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for url in (f"sqlite:///{tmp_path}/file/jobs.sqlite", f"sqlite:///{tmp_path}", "postgresql://u:secret@/none?host=/nowhere"):
-        with pytest.raises(JobStoreError) as told, Database(url).writing():
+        with pytest.raises(JobStoreError) as reported, Database(url).writing():
             pass
-        assert "secret" not in str(told.value)
+        assert "secret" not in str(reported.value)
 
 
 def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.FixtureRequest) -> None:
     """PostgreSQL has no NUL, and means the lengths of its columns."""
-    place = _on_postgres(request)
-    service = place.service()
-    ask = service._submissions
-    for call in (lambda: ask.find_by_request_key("a\0"), lambda: ask.create(JobOptions(), request_key="k" * 300)):
+    harness = _on_postgres(request)
+    service = harness.service()
+    submissions = service._submissions
+    for call in (lambda: submissions.find_by_request_key("a\0"), lambda: submissions.create(JobOptions(), request_key="k" * 300)):
         with pytest.raises(RequestError, match="the database cannot hold"):
             call()
     assert _rows(service) == (0, 0)
-    place.close()
+    harness.close()
 
 
 def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
-    place = new_batch_harness(tmp_path)
-    service, job = _submitted(place, 400)
+    harness = new_batch_harness(tmp_path)
+    service, job = _submitted(harness, 400)
     rng = random.Random(7)
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["jobs"])
     done_before = num_killed = 0
     while num_killed < 8:
-        later = place.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
-        process = start.Process(target=run_until_killed, args=(place.database, place.storage, later), daemon=True)
+        later = harness.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
+        process = start.Process(target=run_until_killed, args=(harness.database, harness.storage, later), daemon=True)
         process.start()
         while service._jobs.get(job.job_id).job.num_done == done_before:  # it is at work, however slow the machine is
+            assert process.is_alive(), f"it has ended by itself: {process.exitcode}"
             time.sleep(0.002)
         time.sleep(rng.random() / 50)
         process.kill()
@@ -381,13 +454,13 @@ def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
         now = service._jobs.get(job.job_id).job
         assert not now.state.has_ended, "there was nothing left to kill for"
         done_before, num_killed = now.num_done, num_killed + 1
-    place.clock.now += 100 * LEASE_S
+    harness.clock.now += 100 * LEASE_S
 
     async def finished() -> list[Any]:
-        async with place.running(place.runner(echo)):
+        async with harness.running(harness.runner(echo)):
             return list(await all_results(service, job.job_id))
 
     results = asyncio.run(finished())
-    place.close()
+    harness.close()
     assert [line.line for line in results] == list(range(1, 401))
     assert [json.loads(line.body)["said"] for line in results] == list(range(400))

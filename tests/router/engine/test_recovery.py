@@ -73,7 +73,7 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
 
 
 @pytest.mark.parametrize("poisonous", [0, 17])
-def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: int) -> None:
+def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_continue(poisonous: int) -> None:
     """A prompt that no stage survives, or an answer of which none survives its 18th token."""
     prompts = _prompts(random.Random(poisonous), 8)
     poison = (*prompts[0], *answer(prompts[0], poisonous))
@@ -93,8 +93,8 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
 
         chain = StatefulChain(dies_of_it)
         async with _running(chain) as router:
-            asked = [_tokens(router, prompt, 60) for prompt in prompts]
-            refused, *results = await asyncio.gather(*asked, return_exceptions=True)
+            requested = [_tokens(router, prompt, 60) for prompt in prompts]
+            refused, *results = await asyncio.gather(*requested, return_exceptions=True)
             assert isinstance(refused, PoisonRequestError)
             assert "stage 1 died" in str(refused)
             assert results == [answer(prompt, 60) for prompt in prompts[1:]]
@@ -116,8 +116,8 @@ def test_two_poisons_in_company_are_both_found() -> None:
 
     async def scenario() -> None:
         async with _running(StatefulChain(dies_of_it)) as router:
-            asked = [_tokens(router, prompt, 9) for prompt in prompts]
-            results = await asyncio.gather(*asked, return_exceptions=True)
+            requested = [_tokens(router, prompt, 9) for prompt in prompts]
+            results = await asyncio.gather(*requested, return_exceptions=True)
             assert [isinstance(result, PoisonRequestError) for result in results] == [True, False, True, False]
             assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
 
@@ -315,14 +315,14 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         )
         assert not router.is_healthy, "nothing has begun"
         running = asyncio.create_task(router.run())
-        asked = asyncio.create_task(_tokens(router, (1,) * 200, 2))
+        requested = asyncio.create_task(_tokens(router, (1,) * 200, 2))
         while now[0] <= 30.0:
             await asyncio.sleep(0)
             assert router.is_healthy or not router.is_attached
         now[0] += 2 * router.step_limit_s
         assert not router.is_healthy
         gate.set()
-        assert await asked == answer((1,) * 200, 2)
+        assert await requested == answer((1,) * 200, 2)
         now[0] += 1e6
         assert router.is_healthy, "there is nothing to do"
         running.cancel()
@@ -360,7 +360,7 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
             scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
             router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, previous=before)
             running = asyncio.create_task(router.run())
-            asked = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
+            requested = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
             while router.failure is None and not was_ill:
                 await asyncio.sleep(0)
                 num_looks += 1
@@ -370,7 +370,7 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
         assert before is not None
         assert before.is_failing
         is_ill = False
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requested, return_exceptions=True)
         assert await _tokens(router, (7,), 5) == answer((7,), 5)
         assert router.is_healthy, "a micro-batch came back"
         assert not before.is_failing

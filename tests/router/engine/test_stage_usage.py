@@ -1,9 +1,10 @@
 """Busy shares and overlaps from intervals."""
 
 import pytest
+from stage_overlap import overlap_share
 
 from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
-from tramontane.router.engine.stage_usage import HopTime, UsageMeter, hop_times, overlap_share
+from tramontane.router.engine.stage_usage import HopTime, UsageMeter, hop_times
 
 
 def test_shares_add_up() -> None:

@@ -1,4 +1,4 @@
-"""The gRPC door over a real server in this process: the same judgement as over HTTP, whatever comes in and whoever leaves."""
+"""The gRPC servicer over a real server in this process: the same rules as over HTTP, for any input and any client that leaves."""
 
 import asyncio
 import json
@@ -22,6 +22,7 @@ from tramontane.client import AsyncClient, Client, RetryPolicy
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
+    DEFECT,
     AuthenticationError,
     ConfigError,
     ConnectionLostError,
@@ -41,9 +42,8 @@ from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
 from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
-from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
-from tramontane.router.grpc.job_requests import submit
+from tramontane.router.grpc.jobs import coalesce, submit
 from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.completion import Completion
@@ -57,13 +57,13 @@ from tramontane.router.tokenization.backends import SentencePieceTokenizer
 CONTEXT = 256
 MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-IMPATIENT = RetryPolicy(total_s=30, retry_s=0.01)
+SHORT_RETRY = RetryPolicy(total_s=30, retry_s=0.01)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 @dataclass
-class House:
+class Harness:
     """A server, the router behind it, and a client in front of it."""
 
     target: str
@@ -96,20 +96,20 @@ async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
 
 
 @asynccontextmanager
-async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[House]:  # noqa: ANN401
+async def _harness(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[Harness]:  # noqa: ANN401
     limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     running = asyncio.create_task(router.run())
     jobs = FakeJobService()
-    servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
+    servicer = GrpcServicer(MODEL, router, **{"jobs": lambda _tenant: jobs} | more)
     server = await _server(servicer, "127.0.0.1:0")
     target = f"127.0.0.1:{server.bound_port}"
-    async with AsyncClient(target, key, retry_policy=IMPATIENT) as client:
-        house = House(target, server, servicer, router, jobs, client)
+    async with AsyncClient(target, key, retry_policy=SHORT_RETRY) as client:
+        harness = Harness(target, server, servicer, router, jobs, client)
         try:
-            yield house
+            yield harness
         finally:
-            await house.server.stop(None)
+            await harness.server.stop(None)
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
@@ -124,10 +124,10 @@ async def _never(_batch: MicroBatch) -> None:
 
 def test_generate_streams_what_a_completion_is() -> None:
     async def scenario() -> None:
-        async with _house() as house:
+        async with _harness() as harness:
             request = parse_completion(b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids": true}')
-            whole = await (await Completion.prepare(MODEL, request, 0.0)).run(house.router)
-            pieces = [piece async for piece in house.client.generate("What news?", max_tokens=9, n=2, seed=5, model="tiny")]
+            whole = await (await Completion.prepare(MODEL, request, 0.0)).run(harness.router)
+            pieces = [piece async for piece in harness.client.generate("What news?", max_tokens=9, n=2, seed=5, model="tiny")]
             for choice in whole["choices"]:
                 own = [piece for piece in pieces if piece.index == choice["index"]]
                 assert "".join(piece.text for piece in own) == choice["text"]
@@ -140,7 +140,7 @@ def test_generate_streams_what_a_completion_is() -> None:
             assert (usage.prompt_tokens, usage.completion_tokens) == (whole["usage"]["prompt_tokens"], 18)
             assert timings.decode_s >= 0
             assert {piece.usage for piece in pieces[:-1]} == {None}
-            by_ids = [piece async for piece in house.client.generate([5, 6], max_tokens=3)]
+            by_ids = [piece async for piece in harness.client.generate([5, 6], max_tokens=3)]
             assert by_ids[-1].usage is not None
             assert by_ids[-1].usage.prompt_tokens == 2
 
@@ -155,16 +155,16 @@ def test_threads_share_a_synchronous_client() -> None:
         return "".join(chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed))
 
     async def scenario() -> None:
-        async with _house() as house:
-            client = Client(house.target)
+        async with _harness() as harness:
+            client = Client(harness.target)
             texts = await asyncio.gather(*(asyncio.to_thread(use, client, 5) for _ in range(4)))
             assert len(set(texts)) == 1
-            await house.becomes_idle()
+            await harness.becomes_idle()
             client.close()
             with pytest.raises(ValueError, match="closed channel"):
                 client.models()
-        async with _house(_never) as house:
-            with Client(house.target) as client:
+        async with _harness(_never) as harness:
+            with Client(harness.target) as client:
                 slow = asyncio.create_task(asyncio.to_thread(list, client.generate("a", max_tokens=9)))
                 with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
                     await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
@@ -176,7 +176,7 @@ def test_threads_share_a_synchronous_client() -> None:
 
 
 def test_the_synchronous_client_gets_the_same() -> None:
-    def ask(target: str) -> tuple[list[int], str, list[str]]:
+    def use_client(target: str) -> tuple[list[int], str, list[str]]:
         with Client(target) as client:
             pieces = list(client.generate("What news?", max_tokens=9, stop="nothing like it"))
             for _ in client.generate("What news?", max_tokens=200):
@@ -187,12 +187,12 @@ def test_the_synchronous_client_gets_the_same() -> None:
             return tokens, "".join(piece.text for piece in pieces), [model.name for model in client.models()]
 
     async def scenario() -> None:
-        async with _house() as house:
-            tokens, text, names = await asyncio.to_thread(ask, house.target)
+        async with _harness() as harness:
+            tokens, text, names = await asyncio.to_thread(use_client, harness.target)
             assert tokens == [7] * 9
             assert text == MODEL.tokenizer.decode(tuple(tokens)) if MODEL.tokenizer else ""
             assert names == ["tiny"]
-            await house.becomes_idle()
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
@@ -217,9 +217,9 @@ def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
     async def scenario() -> None:
         with pytest.raises(ParameterError) as over_http:
             parse_completion(json.dumps({"prompt": "a"} | mistake).encode())
-        async with _house() as house:
+        async with _harness() as harness:
             with pytest.raises(ParameterError) as over_grpc:
-                await anext(house.client.generate("a", **mistake))
+                await anext(harness.client.generate("a", **mistake))
             assert str(over_grpc.value) == str(over_http.value)
             assert over_grpc.value.parameter == over_http.value.parameter
 
@@ -269,10 +269,10 @@ IN_OTHERS = {
     ids=str,
 )
 def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, bool], sent: bytes) -> None:
-    """Another server's parameter, or one of a newer version: the answer would not be what was asked for."""
+    """Another server's parameter, or one of a newer version: the answer would not be what was requested."""
 
     async def scenario() -> None:
-        async with _house() as house, grpc.aio.insecure_channel(house.target) as channel:
+        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
             code, details = await end_of(channel, method, sent)
             assert code == StatusCode.INVALID_ARGUMENT
             assert "has a field that this server does not know" in details
@@ -281,53 +281,55 @@ def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, b
 
 
 def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
-    async def ends(house: House, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
-        async with grpc.aio.insecure_channel(house.target) as channel:
+    async def ends(harness: Harness, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
+        async with grpc.aio.insecure_channel(harness.target) as channel:
             return await code_of(channel, (path, False, True), request.SerializeToString())
 
     async def scenario() -> None:
-        async with _house() as house:
-            assert await ends(house, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
-            assert await ends(house, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
-            assert await ends(house, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing") == StatusCode.UNIMPLEMENTED
+        async with _harness() as harness:
+            assert await ends(harness, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
+            assert await ends(harness, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
+            assert (
+                await ends(harness, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing") == StatusCode.UNIMPLEMENTED
+            )
             with pytest.raises(ParameterError, match="text or token_ids"):
-                await anext(house.client._stream(house.client._inference.Generate, pb.GenerateRequest(), None))
+                await anext(harness.client._stream(harness.client._inference.Generate, pb.GenerateRequest(), None))
             with pytest.raises(RequestError, match="at most 255"):
-                await anext(house.client.generate([5] * 256))
+                await anext(harness.client.generate([5] * 256))
             with pytest.raises(ConfigError, match="there is no parameter temprature; there are"):
-                await anext(house.client.generate("a", temprature=1))
+                await anext(harness.client.generate("a", temprature=1))
             with pytest.raises(ConfigError, match=r"^max_tokens is 'many', which it cannot be$"):
-                await anext(house.client.generate("a", max_tokens="many"))
+                await anext(harness.client.generate("a", max_tokens="many"))
             with pytest.raises(ConfigError, match=r"^the prompt must be"):
-                await anext(house.client.generate(["a"]))  # type: ignore[list-item]
+                await anext(harness.client.generate(["a"]))  # type: ignore[list-item]
             with pytest.raises(ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"):
-                await house.client.submit_job(Path("not-here.jsonl"))
-            house.router.failure = PipelineError("stage 1 died")
+                await harness.client.submit_job(Path("not-here.jsonl"))
+            harness.router.failure = PipelineError("stage 1 died")
             with pytest.raises(PipelineError, match="stage 1 died"):
-                await anext(house.client.generate("a"))
-        async with _house(jobs=None) as house:
+                await anext(harness.client.generate("a"))
+        async with _harness(jobs=None) as harness:
             with pytest.raises(UnimplementedError, match="does not accept batch jobs"):
-                await house.client.get_job("a")
-        async with AsyncClient(house.target) as client:
+                await harness.client.get_job("a")
+        async with AsyncClient(harness.target) as client:
             with pytest.raises(ConnectionLostError):
                 await client.models()
 
     asyncio.run(scenario())
 
 
-def test_a_full_server_says_when_to_come_back() -> None:
+def test_a_full_server_says_when_to_retry() -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
 
         async def wait(_batch: MicroBatch) -> None:
             await gate.wait()
 
-        async with _house(wait, max_queued_seqs=0) as house, asyncio.TaskGroup() as group:
-            running = [group.create_task(_all(house, max_tokens=2)) for _ in range(8)]
-            while house.router.num_requests < 8:
+        async with _harness(wait, max_queued_seqs=0) as harness, asyncio.TaskGroup() as group:
+            running = [group.create_task(_all(harness, max_tokens=2)) for _ in range(8)]
+            while harness.router.num_requests < 8:
                 await asyncio.sleep(0)
             with pytest.raises(OverloadedError, match="too much is waiting") as refused:
-                await anext(house.client.generate("a"))
+                await anext(harness.client.generate("a"))
             assert refused.value.retry_after_s == 1
             gate.set()
             assert [len(await task) for task in running] == [2] * 8
@@ -335,25 +337,25 @@ def test_a_full_server_says_when_to_come_back() -> None:
     asyncio.run(scenario())
 
 
-async def _all(house: House, **parameters: Any) -> list[int]:  # noqa: ANN401
-    return [token async for piece in house.client.generate("a", **parameters) for token in piece.token_ids]
+async def _all(harness: Harness, **parameters: Any) -> list[int]:  # noqa: ANN401
+    return [token async for piece in harness.client.generate("a", **parameters) for token in piece.token_ids]
 
 
 # ---- leaving
 
 
-def test_a_client_that_leaves_gives_its_places_back() -> None:
+def test_a_client_that_leaves_frees_its_slots() -> None:
     async def scenario() -> None:
-        async with _house() as house:
-            async with aclosing(house.client.generate("a", max_tokens=200)) as pieces:
+        async with _harness() as harness:
+            async with aclosing(harness.client.generate("a", max_tokens=200)) as pieces:
                 await anext(pieces)
-            await house.becomes_idle()
-        async with _house(_never) as house:
-            task = asyncio.create_task(_all(house))
-            while not house.router.num_requests:
+            await harness.becomes_idle()
+        async with _harness(_never) as harness:
+            task = asyncio.create_task(_all(harness))
+            while not harness.router.num_requests:
                 await asyncio.sleep(0)
             task.cancel()
-            while house.router.num_requests:
+            while harness.router.num_requests:
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())
@@ -361,13 +363,13 @@ def test_a_client_that_leaves_gives_its_places_back() -> None:
 
 def test_a_deadline_ends_the_work() -> None:
     async def scenario() -> None:
-        async with _house(_never) as house:
-            asking = asyncio.create_task(_all(house, timeout_s=0.2))
-            while not house.router.num_requests:
+        async with _harness(_never) as harness:
+            request_task = asyncio.create_task(_all(harness, timeout_s=0.2))
+            while not harness.router.num_requests:
                 await asyncio.sleep(0)
             with pytest.raises(DeadlineExceededError, match=r"within timeout_s=0\.2$"):
-                await asking
-            while house.router.num_requests:
+                await request_task
+            while harness.router.num_requests:
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())
@@ -378,45 +380,45 @@ def test_a_deadline_ends_the_work() -> None:
 
 def test_without_the_key_nothing_is_done() -> None:
     async def scenario() -> None:
-        async with _house(keys=OneKey(), key="right") as house:
-            assert [model.name for model in await house.client.models()] == ["tiny"]
+        async with _harness(keys=OneKey(), key="right") as harness:
+            assert [model.name for model in await harness.client.models()] == ["tiny"]
             for key in (None, "wrong", "right "):
-                async with AsyncClient(house.target, key) as stranger:
+                async with AsyncClient(harness.target, key) as unauthorized:
                     with pytest.raises(AuthenticationError, match=r"API key is missing or wrong; give api_key="):
-                        await anext(stranger.generate("a"))
-            async with grpc.aio.insecure_channel(house.target) as channel:
+                        await anext(unauthorized.generate("a"))
+            async with grpc.aio.insecure_channel(harness.target) as channel:
                 codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
             assert set(codes) == {StatusCode.UNAUTHENTICATED}
-            assert house.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
-        async with _house(allow_peer=lambda peer: not peer.startswith("ipv4:127.")) as house:
+            assert harness.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
+        async with _harness(allow_peer=lambda peer: not peer.startswith("ipv4:127.")) as harness:
             with pytest.raises(AuthenticationError, match="its --host says so"):
-                await house.client.models()
+                await harness.client.models()
 
     asyncio.run(scenario())
 
 
 def test_reflection_is_for_those_who_have_a_key() -> None:
-    asked = ServerReflectionRequest(list_services="")
+    requested = ServerReflectionRequest(list_services="")
     path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
-    async def services(house: House, *messages: bytes, key: str = "right") -> list[str]:
-        async with grpc.aio.insecure_channel(house.target) as channel:
+    async def services(harness: Harness, *messages: bytes, key: str = "right") -> list[str]:
+        async with grpc.aio.insecure_channel(harness.target) as channel:
             call = channel.stream_stream(path, response_deserializer=ServerReflectionResponse.FromString)
-            told = call(iter(messages), metadata=(("authorization", f"Bearer {key}"),))
-            return [service.name async for answer in told for service in answer.list_services_response.service]
+            reported = call(iter(messages), metadata=(("authorization", f"Bearer {key}"),))
+            return [service.name async for answer in reported for service in answer.list_services_response.service]
 
-    async def refused(house: House, *messages: bytes, key: str = "right") -> StatusCode:
+    async def refused(harness: Harness, *messages: bytes, key: str = "right") -> StatusCode:
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await services(house, *messages, key=key)
+            await services(harness, *messages, key=key)
         code: StatusCode = error.value.code()
         return code
 
     async def scenario() -> None:
-        async with _house(keys=OneKey()) as house:
+        async with _harness(keys=OneKey()) as harness:
             ours = ["grpc.reflection.v1alpha.ServerReflection", "tramontane.v1.BatchJobs", "tramontane.v1.Inference"]
-            assert sorted(await services(house, asked.SerializeToString())) == ours
-            assert await refused(house, asked.SerializeToString(), key="another") == StatusCode.UNAUTHENTICATED
-            assert await refused(house, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
+            assert sorted(await services(harness, requested.SerializeToString())) == ours
+            assert await refused(harness, requested.SerializeToString(), key="another") == StatusCode.UNAUTHENTICATED
+            assert await refused(harness, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
 
     asyncio.run(scenario())
 
@@ -424,27 +426,27 @@ def test_reflection_is_for_those_who_have_a_key() -> None:
 # ---- hostile messages
 
 
-def test_hostile_messages_are_refused_and_the_server_goes_on() -> None:
+def test_hostile_messages_are_refused_and_the_server_continues() -> None:
     async def scenario() -> None:
-        async with _house(max_message=500_000) as house:
-            async with grpc.aio.insecure_channel(house.target) as channel:
+        async with _harness(max_message=500_000) as harness:
+            async with grpc.aio.insecure_channel(harness.target) as channel:
                 codes = await every_code(channel)
             assert codes.keys() <= REFUSALS | {StatusCode.OK}, codes
             assert codes[StatusCode.INVALID_ARGUMENT] > sum(codes.values()) / 2
-            assert await _all(house, max_tokens=3) == [7] * 3
+            assert await _all(harness, max_tokens=3) == [7] * 3
             with pytest.raises(RequestError, match="at most 500000"):
-                await anext(house.client.generate("x" * 500_001))
-            await house.becomes_idle()
+                await anext(harness.client.generate("x" * 500_001))
+            await harness.becomes_idle()
 
     asyncio.run(scenario())
 
 
-def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_is_reported_as_one_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with _house() as house:
-            house.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
-            with pytest.raises(TramontaneError, match="the server has a defect; see its log"):
-                await house.client.get_job("a")
+        async with _harness() as harness:
+            harness.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
+            with pytest.raises(TramontaneError, match=DEFECT):
+                await harness.client.get_job("a")
         assert "a defect of the server" in caplog.text
 
     asyncio.run(scenario())
@@ -454,9 +456,9 @@ def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFi
 
 
 def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
-    told = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
+    reported = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
     usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
-    score = to_score_response({"choices": [{"logprobs": told}], "usage": usage})
+    score = to_score_response({"choices": [{"logprobs": reported}], "usage": usage})
     first, second = score.tokens
     assert (first.token, first.HasField("logprob")) == ("a", False)
     assert (second.token, second.logprob) == ("b", -0.5)
@@ -469,7 +471,7 @@ def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
 
 
 def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None:
-    def ask(target: str) -> list[Job]:
+    def use_client(target: str) -> list[Job]:
         with Client(target) as client:
             (tmp_path / "lines").write_bytes(b"{}\n" * 300_000)  # several messages
             job = client.submit_job(tmp_path / "lines", JobOptions("/v1/chat/completions", False, {"owner": "me"}))
@@ -493,9 +495,9 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
             return [job, *client.watch_job(job.job_id), client.cancel(job.job_id)]
 
     async def scenario() -> None:
-        async with _house() as house:
-            job, *seen, cancelled = await asyncio.to_thread(ask, house.target)
-            assert house.jobs.uploads == [b"{}\n" * 300_000]
+        async with _harness() as harness:
+            job, *seen, cancelled = await asyncio.to_thread(use_client, harness.target)
+            assert harness.jobs.uploads == [b"{}\n" * 300_000]
             assert job == replace(
                 NEW,
                 options=JobOptions("/v1/chat/completions", False, {"owner": "me"}),
@@ -512,18 +514,19 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("is_url", [False, True])
 def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Path, is_url: bool) -> None:
-    """Its lines are not even read."""
-    place = new_batch_harness(tmp_path)
+    """With other lines it is refused. The content of a URL is not read again."""
+    batch = new_batch_harness(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    again = b"" if is_url else b"nothing"
 
     async def scenario() -> None:
-        async with _house(jobs=place.service(url_prefixes=(f"file://{tmp_path}",))) as house:
+        async with _harness(jobs=batch.service(url_prefixes=(f"file://{tmp_path}",)).for_tenant) as harness:
             url = f"file://{tmp_path}/in.jsonl" if is_url else None
-            submit = house.client.submit_job
+            submit = harness.client.submit_job
             first = await submit(None if is_url else requests(3), url=url, request_key="k")
             (tmp_path / "in.jsonl").unlink()
-            assert await submit(None if is_url else again, url=url, request_key="k") == first
+            assert await submit(None if is_url else requests(3), url=url, request_key="k") == first
+            with pytest.raises(RequestError, match="belongs to a job with other lines or another URL"):
+                await submit(None if is_url else requests(2), url=url and f"{url}.jsonl", request_key="k")
             if not is_url:
                 others = [await submit(requests(3), request_key=key) for key in ("l", None, None)]
                 assert len({first.job_id, *(job.job_id for job in others)}) == 4
@@ -534,44 +537,44 @@ def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Pa
     try:
         asyncio.run(scenario())
     finally:
-        place.close()
+        batch.close()
 
 
 def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
-    """The server stops when two results have arrived; the client asks for those that follow them."""
+    """The server stops when two results have arrived; the client requests those that follow them."""
 
     def collect(target: str, lines: list[ResultLine]) -> list[JobState]:
-        with Client(target, retry_policy=IMPATIENT) as client:
+        with Client(target, retry_policy=SHORT_RETRY) as client:
             lines.extend(client.results("a", 1))
             return [job.state for job in client.watch_job("a")]
 
-    async def collect_async(house: House, lines: list[ResultLine]) -> list[JobState]:
-        async for line in house.client.results("a", 1):
+    async def collect_async(harness: Harness, lines: list[ResultLine]) -> list[JobState]:
+        async for line in harness.client.results("a", 1):
             lines.append(line)
-        return [job.state async for job in house.client.watch_job("a")]
+        return [job.state async for job in harness.client.watch_job("a")]
 
     async def scenario(is_async: bool) -> None:
-        async with _house() as house:
-            house.jobs.lines, house.jobs.jobs["a"] = some_lines(9), NEW
-            house.jobs.breaking = asyncio.Event()
+        async with _harness() as harness:
+            harness.jobs.lines, harness.jobs.jobs["a"] = some_lines(9), NEW
+            harness.jobs.breaking = asyncio.Event()
             lines: list[ResultLine] = []
-            ask = collect_async(house, lines) if is_async else asyncio.to_thread(collect, house.target, lines)
-            collecting = asyncio.create_task(ask)
-            await house.jobs.breaking.wait()
+            results = collect_async(harness, lines) if is_async else asyncio.to_thread(collect, harness.target, lines)
+            collecting = asyncio.create_task(results)
+            await harness.jobs.breaking.wait()
             while len(lines) < 2:  # they may be on their way
                 await asyncio.sleep(0.01)
-            await house.restart()
+            await harness.restart()
             states = await collecting
             assert lines == some_lines(9)[1:]
-            assert house.jobs.asked == [1, 3]
+            assert harness.jobs.requested == [1, 3]
             assert states[-1] == JobState.COMPLETED
-            assert house.jobs.num_open == 0
+            assert harness.jobs.num_open == 0
 
     asyncio.run(scenario(is_async=False))
     asyncio.run(scenario(is_async=True))
 
 
-def test_patience_ends() -> None:
+def test_retries_end() -> None:
     lost = ConnectionLostError("gone")
     assert RetryPolicy(10, 2).pause(lost, 8) == 2
     with pytest.raises(ConnectionLostError):
@@ -656,9 +659,9 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
         raise PipelineError("stage 1 died")
 
     async def scenario() -> None:
-        async with _house(look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]) as house:
+        async with _harness(look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]) as harness:
             with pytest.raises(TramontaneError):
-                await house.client.score("ROMEO:")
+                await harness.client.score("ROMEO:")
 
     with caplog.at_level(logging.INFO, "tramontane.router"):
         asyncio.run(scenario())

@@ -231,7 +231,7 @@ def test_every_token_counts_the_end_token_too(tokenizer: Tokenizer) -> None:
     assert choice.finish is FinishReason.STOP
 
 
-def test_a_choice_goes_on_until_its_last_token(tokenizer: Tokenizer) -> None:
+def test_a_choice_continues_until_its_last_token(tokenizer: Tokenizer) -> None:
     choice = ChoiceDetokenizer(tokenizer, [])
     for number, token_id in enumerate(tokenizer.encode("Speak, my"), start=1):
         choice.push(_event(token_id))

@@ -51,7 +51,7 @@ ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
 class ScriptedSource:
     """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences.
 
-    Who asks for experts is told ``_expert_ids`` of every position before the last one, and who asks for log-probabilities
+    A request for experts gets ``_expert_ids`` of every position before the last one, and one for log-probabilities
     ``_logprob`` and ``_top``.
     """
 
@@ -65,7 +65,7 @@ class ScriptedSource:
         self.specs = list(specs)
         assert len(specs) == len(self._scripts)
         self.num_open += 1
-        self._num_told = [0] * len(specs)
+        self._num_sent = [0] * len(specs)
         self._num_made = [0] * len(specs)
         try:
             events, number = self._events(), count()
@@ -84,9 +84,9 @@ class ScriptedSource:
 
     def _experts(self, events: list[TokenEvent]) -> Iterator[ExpertChoices]:
         for index in {event.seq_id for event in events}:
-            spec, start = self.specs[index], self._num_told[index]
+            spec, start = self.specs[index], self._num_sent[index]
             num_new = sum(event.seq_id == index for event in events)
-            end = self._num_told[index] = (start or len(spec.prompt_ids) - 1) + num_new
+            end = self._num_sent[index] = (start or len(spec.prompt_ids) - 1) + num_new
             for layer in spec.sampling.return_experts:
                 yield ExpertChoices(index, layer, start, tuple(_expert_ids(index, layer, at) for at in range(start, end)))
 
@@ -309,7 +309,7 @@ def test_an_answer_of_one_token_has_no_experts(model: ServedModel, script: tuple
 
 
 @pytest.mark.parametrize("layers", [None, []])
-def test_who_does_not_ask_is_not_told(model: ServedModel, script: tuple[int, ...], layers: list[int] | None) -> None:
+def test_experts_are_only_sent_on_request(model: ServedModel, script: tuple[int, ...], layers: list[int] | None) -> None:
     [choice] = _run(model, ScriptedSource([script]), return_experts=layers)["choices"]
     assert not {"experts", "prompt_experts"} & choice.keys()
 
@@ -321,7 +321,7 @@ def test_a_layer_that_is_not_there_is_refused(model: ServedModel, layers: list[i
     assert refused.value.parameter == "return_experts"
 
 
-def test_a_model_without_experts_refuses_to_tell_them(wordless: ServedModel) -> None:
+def test_a_model_without_experts_refuses_to_return_them(wordless: ServedModel) -> None:
     with pytest.raises(ParameterError, match="no experts") as refused:
         asyncio.run(_prepared(wordless, prompt=[1], return_experts=[0]))
     assert refused.value.parameter == "return_experts"
@@ -356,7 +356,7 @@ def test_experts_of_too_many_tokens_are_refused(model: ServedModel, max_tokens: 
     max_tokens=st.sampled_from([0, 500]),
     ids=st.booleans(),
 )
-def test_every_token_that_is_shown_is_told_streamed_or_not(
+def test_every_token_that_is_shown_has_a_log_probability_streamed_or_not(
     model: ServedModel,
     script: tuple[int, ...],
     other_script: tuple[int, ...],
@@ -395,29 +395,29 @@ def test_every_token_that_is_shown_is_told_streamed_or_not(
         assert choice.get("prompt_logprobs") == own[0].get("prompt_logprobs")
         if num_prompt_top is not None:
             assert choice["prompt_logprobs"][0] is None
-            for position, told in enumerate(choice["prompt_logprobs"][1:], start=1):
+            for position, reported in enumerate(choice["prompt_logprobs"][1:], start=1):
                 expected = {str(prompt_ids[position]): _logprob(index, position)}
                 expected |= {str(token_id): logprob for token_id, logprob in _top(index, position, num_prompt_top)}
-                assert {token_id: each["logprob"] for token_id, each in told.items()} == expected
+                assert {token_id: each["logprob"] for token_id, each in reported.items()} == expected
         if num_top is None:
             assert choice["logprobs"] is None
             continue
-        told = choice["logprobs"]
+        reported = choice["logprobs"]
         parts = [change["logprobs"] for change in own if change["logprobs"]]
-        assert {name: [each for part in parts for each in part[name]] for name in told} == told
+        assert {name: [each for part in parts for each in part[name]] for name in reported} == reported
         first = 0 if fields["echo"] else len(prompt_ids)
         all_ids = (*prompt_ids, *choice["token_ids"])
-        told_ids = all_ids[first : first + len(told["tokens"])]
-        assert told["tokens"] == [token_text(model.tokenizer, token_id) for token_id in told_ids]
-        assert len({len(values) for values in told.values()}) == 1
+        sent_ids = all_ids[first : first + len(reported["tokens"])]
+        assert reported["tokens"] == [token_text(model.tokenizer, token_id) for token_id in sent_ids]
+        assert len({len(values) for values in reported.values()}) == 1
         if choice["finish_reason"] != "stop":
-            assert told_ids == all_ids[first:]
-        for place, logprob in enumerate(told["token_logprobs"]):
+            assert sent_ids == all_ids[first:]
+        for place, logprob in enumerate(reported["token_logprobs"]):
             position = first + place
             assert logprob == (_logprob(index, position) if position else None)
-            assert told["top_logprobs"][place] is None or len(told["top_logprobs"][place]) <= num_top + 1
+            assert reported["top_logprobs"][place] is None or len(reported["top_logprobs"][place]) <= num_top + 1
         text = choice["text"]
-        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        for token, offset in zip(reported["tokens"], reported["text_offset"], strict=True):
             assert 0 <= offset <= len(text)
             if not token.startswith(("bytes:", "token_id:")):
                 end = text[offset:]
@@ -425,7 +425,7 @@ def test_every_token_that_is_shown_is_told_streamed_or_not(
                 assert end.startswith((token, token.removeprefix(" "))) or token.startswith(end)
 
 
-def test_logprobs_without_a_tokenizer_are_told_by_number(wordless: ServedModel) -> None:
+def test_logprobs_without_a_tokenizer_are_by_token_id(wordless: ServedModel) -> None:
     answer = _run(wordless, ScriptedSource([(7, 8)]), prompt=[1, 2], echo=True, logprobs=1)
     assert answer["choices"][0]["logprobs"] == {
         "tokens": ["token_id:1", "token_id:2", "token_id:7", "token_id:8"],
@@ -478,7 +478,7 @@ def test_a_choice_knows_its_prompt(model: ServedModel, tokenizer: Tokenizer, scr
         assert choice["token_ids"] == list(script[: index + 1])
 
 
-def test_sampling_is_what_was_asked(model: ServedModel, script: tuple[int, ...]) -> None:
+def test_sampling_is_what_was_requested(model: ServedModel, script: tuple[int, ...]) -> None:
     source = ScriptedSource([script])
     _run(model, source, max_tokens=7, temperature=0.5, top_p=0.25, top_k=9, seed=-3, ignore_eos=True)
     sampling = source.specs[0].sampling
@@ -545,7 +545,7 @@ def test_token_ids_go_through_as_they_are(model: ServedModel, script: tuple[int,
 def test_what_is_accepted_crosses_the_wire(
     model: ServedModel, prompt: list[int], seed: int, temperature: float, max_tokens: int
 ) -> None:
-    """A request that the door lets in must reach a router, be it only to be refused there."""
+    """A request that the ingress accepts must reach a router, be it only to be refused there."""
 
     async def scenario() -> None:
         try:
@@ -631,7 +631,7 @@ def test_a_stop_string_is_found_across_tokens_and_batches(
     assert own[-1]["finish_reason"] == "stop"
 
 
-def test_a_choice_that_stopped_says_nothing_more_while_others_go_on(
+def test_a_choice_that_stopped_sends_nothing_more_while_others_continue(
     model: ServedModel, script: tuple[int, ...], other_script: tuple[int, ...]
 ) -> None:
     chunks, _ = _stream(model, ScriptedSource([script, other_script]), n=2, stop="Speak")
@@ -703,7 +703,7 @@ def test_a_long_text_has_the_same_tokens(model: ServedModel, tokenizer: Tokenize
     assert asyncio.run(_prepared(roomy, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(text)
 
 
-def test_many_short_texts_are_tokenized_beside_the_event_loop_like_a_long_one(
+def test_many_short_texts_are_tokenized_outside_the_event_loop_like_a_long_one(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.tokenizer is not None

@@ -71,7 +71,7 @@ def test_of_many_mistakes_only_the_first_is_looked_at(case: str) -> None:
     _check_message(explained.value)
 
 
-def test_many_unknown_parameters_are_counted_and_not_told() -> None:
+def test_many_unknown_parameters_are_counted_and_not_named() -> None:
     assert str(_refused_fields(**{f"x{i}": 1 for i in range(100)})).startswith("100 things are wrong")
     assert _refused_fields(**{f"x{i}": 1 for i in range(3)}).parameter == "x0"
 
@@ -313,7 +313,7 @@ def test_a_prompt_may_be_only_scored_if_it_is_echoed() -> None:
         ({"prompt_logprobs": 3, "logprobs": 5, "echo": True}, 5),
     ],
 )
-def test_a_prompt_is_told_by_either_name(fields: dict[str, Any], num_top: int | None) -> None:
+def test_prompt_logprobs_have_two_names(fields: dict[str, Any], num_top: int | None) -> None:
     assert _parsed(**fields).prompt_logprobs_count == num_top
 
 

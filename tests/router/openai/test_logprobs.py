@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, which of them are told around a stop string, and the shapes in which clients get them."""
+"""Where tokens begin in a text, which of them are reported around a stop string, and the shapes in which clients get them."""
 
 from itertools import combinations, pairwise
 
@@ -86,31 +86,31 @@ def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, 
     for at in combinations(range(1, len(data)), num_cuts):
         tokenizer = PieceTokenizer(_cut(data, at))
         choice = ChoiceDetokenizer(tokenizer, [stop])
-        shown, told = "", []
+        shown, reported = "", []
         for token_id in tokenizer.ids:
             last = FinishReason.LENGTH if token_id == tokenizer.ids[-1] else None
             shown += choice.push(TokenEvent(0, token_id, last), SCORE)
-            told += choice.take_logprobs()
+            reported += choice.take_logprobs()
             assert text[:end].startswith(shown)
-            assert all(token.offset < len(shown) for token in told), "nothing is told before it is shown"
+            assert all(token.offset < len(shown) for token in reported), "nothing is reported before it is shown"
         assert shown == text[:end]
         assert choice.finish is (FinishReason.STOP if stop in text else FinishReason.LENGTH)
         offsets = [begins[byte] for byte in (0, *at)]
-        assert [token.offset for token in told] == [offset for offset in offsets if offset < end]
-        assert [token.token_id for token in told] == list(tokenizer.ids[: len(told)])
+        assert [token.offset for token in reported] == [offset for offset in offsets if offset < end]
+        assert [token.token_id for token in reported] == list(tokenizer.ids[: len(reported)])
 
 
-def test_without_stop_strings_every_token_is_told_at_once() -> None:
+def test_without_stop_strings_every_token_is_reported_at_once() -> None:
     tokenizer = PieceTokenizer([b"\xf0", b"\x9f\x98\x80", b"", b"a"])
     choice = ChoiceDetokenizer(tokenizer, [])
-    told = []
+    reported = []
     for token_id in tokenizer.ids:
         choice.push(TokenEvent(0, token_id), SCORE)
-        told.append([token.offset for token in choice.take_logprobs()])
-    assert told == [[0], [0], [1], [1]]
+        reported.append([token.offset for token in choice.take_logprobs()])
+    assert reported == [[0], [0], [1], [1]]
 
 
-def test_a_token_that_says_nothing_at_the_end_is_told_unless_a_stop_string_came_first() -> None:
+def test_a_token_without_text_at_the_end_is_reported_unless_a_stop_string_came_first() -> None:
     tokenizer = PieceTokenizer([b"a", b"", b"b"])
     for stop, expected in (("never", [0, 1]), ("a", [])):
         choice = ChoiceDetokenizer(tokenizer, [stop])
@@ -119,7 +119,7 @@ def test_a_token_that_says_nothing_at_the_end_is_told_unless_a_stop_string_came_
         assert [token.token_id for token in choice.take_logprobs()] == expected
 
 
-def test_tokens_without_scores_are_not_told() -> None:
+def test_tokens_without_scores_are_not_reported() -> None:
     tokenizer = PieceTokenizer([b"a", b"b"])
     choice = ChoiceDetokenizer(tokenizer, [])
     assert [choice.push(TokenEvent(0, token_id)) for token_id in tokenizer.ids] == ["a", "b"]
@@ -144,8 +144,8 @@ def test_a_token_is_shown_by_its_text_or_by_its_bytes_or_by_its_number() -> None
 
 
 def test_openais_shape_for_completions() -> None:
-    told = completion_logprobs(TOKENIZER, TOKENS, 2)
-    assert told == {
+    reported = completion_logprobs(TOKENIZER, TOKENS, 2)
+    assert reported == {
         "tokens": ["token_id:0", " What", "bytes:\\xf0\\x9f"],
         "token_logprobs": [None, -0.5, -9.0],
         "top_logprobs": [None, {" What": -0.5, "x": -2.0}, {"\u00e9": -0.1, "token_id:0": -4.0, "bytes:\\xf0\\x9f": -9.0}],
@@ -155,17 +155,17 @@ def test_openais_shape_for_completions() -> None:
     assert completion_logprobs(TOKENIZER, TOKENS, 0)["top_logprobs"] == [None, {" What": -0.5}, {"bytes:\\xf0\\x9f": -9.0}]
     assert completion_logprobs(TOKENIZER, TOKENS, 3)["top_logprobs"][1] == {" What": -0.5, "x": -2.0}, "the likelier x"
     halves = completion_logprobs(TOKENIZER, TOKENS[:1], 2), None, completion_logprobs(TOKENIZER, TOKENS[1:], 2)
-    assert merge_logprobs(halves) == told
+    assert merge_logprobs(halves) == reported
     assert merge_logprobs([None]) == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def test_openais_shape_for_chats() -> None:
-    told = chat_logprobs(TOKENIZER, TOKENS[1:], 1)
-    ChoiceLogprobs.model_validate(told, strict=True)
+    reported = chat_logprobs(TOKENIZER, TOKENS[1:], 1)
+    ChoiceLogprobs.model_validate(reported, strict=True)
     what = {"token": " What", "logprob": -0.5, "bytes": list(b" What")}
     accent = {"token": "\u00e9", "logprob": -0.1, "bytes": [0xC3, 0xA9]}
     half = {"token": "bytes:\\xf0\\x9f", "logprob": -9.0, "bytes": [0xF0, 0x9F]}
-    assert told == {"content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}], "refusal": None}
+    assert reported == {"content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}], "refusal": None}
     end = chat_logprobs(TOKENIZER, [TokenWithLogprobs(0, 0, SCORE)], 0)
     assert end["content"] == [{"token": "token_id:0", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
 
@@ -187,7 +187,7 @@ def test_scores_are_found_by_sequence_and_position() -> None:
 # On their way
 
 
-def test_what_is_known_again_is_told_once() -> None:
+def test_what_is_received_twice_is_reported_once() -> None:
     history = PositionBuffer(logprobs_from)
 
     def logprobs(seq_id: int, start: int, end: int) -> Logprobs:

@@ -1,4 +1,4 @@
-"""What routers and doors count for those who watch them."""
+"""What routers and ingresses count for metrics."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -39,7 +39,7 @@ def test_recent_values_are_taken_once_and_bounded() -> None:
 
 
 def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
-    """Two micro-batches, one behind the other; then nothing for 90 s, which counts for nobody; then a third."""
+    """Two micro-batches, one behind the other; then nothing for 90 s, which counts for no stage; then a third."""
     counts = PipelineStats(2)
     counts.on_submit(10.0)
     counts.on_submit(10.5)
@@ -96,7 +96,7 @@ def test_a_request_that_ends_well() -> None:
     assert seen == ([1.0], [0.5], [2.5], [0.25])
 
 
-def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
+def test_a_request_that_another_ingress_began_has_no_first_token_here() -> None:
     counts = RequestStats(Clock(11.0, 12.0))
     with counts.track(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
         counted.observe(_tokens(0))
@@ -163,7 +163,7 @@ class FullSource:
         raise QueueFullError("full", 1)
 
 
-def test_what_a_door_refuses_before_it_looks_is_counted_too() -> None:
+def test_what_an_ingress_refuses_before_it_parses_is_counted_too() -> None:
     counts = RequestStats()
     source = CountingTokenSource(FullSource(), counts)
 

@@ -1,4 +1,4 @@
-"""Our policy, asked directly."""
+"""Our policy, called directly."""
 
 import pytest
 

@@ -122,16 +122,16 @@ def _router(max_queued: int) -> Router:
 def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
     router = _router(8)
 
-    def ask(owner: int) -> None:
+    def submit_one(owner: int) -> None:
         router.submit([SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None)
 
     for _ in range(1 + 4):
-        ask(FLOOD)
+        submit_one(FLOOD)
     with pytest.raises(QueueFullError, match="4 sequences with this key are waiting and at most 4 may"):
-        ask(FLOOD)
+        submit_one(FLOOD)
     for _ in range(2):
         router.check_capacity(1, FEW)
-        ask(FEW)
+        submit_one(FEW)
     with pytest.raises(QueueFullError):
         router.check_capacity(1, FEW)
     assert router.num_requests == 1 + 4 + 2

@@ -11,8 +11,8 @@ from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.priority_aging import MAX_PASSES
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.waiting_queue import MAX_PASSES
 
 INTERACTIVE, BATCH = 0, 1
 
@@ -121,7 +121,7 @@ def test_an_urgent_prompt_goes_whole_and_alone_and_decodes_leave_it_room(policy:
     assert {c.seq_id for c in _step(pipe).chunks} == {12}, "and then the other"  # type: ignore[union-attr]
 
 
-def test_however_much_is_urgent_decodes_go_on() -> None:
+def test_however_much_is_urgent_decodes_continue() -> None:
     pipe = new_pipeline(new_cache(16, 16, 64), seqs=16, budget=16, in_flight=1)
     _add(pipe, BATCH, dict.fromkeys(range(8), 1), new=200)
     _step(pipe)

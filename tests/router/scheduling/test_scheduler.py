@@ -16,7 +16,7 @@ from tramontane.proto.step import StepResult
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.simulation.baseline_policies import SarathiPolicy
+from tramontane.router.simulation.comparison import SarathiPolicy
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
@@ -181,7 +181,7 @@ def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
     assert len(pipe.tokens_of(1)) == 4
 
 
-def test_an_aborted_sequence_that_waits_is_simply_gone() -> None:
+def test_an_aborted_sequence_that_waits_is_removed() -> None:
     pipe = new_pipeline(new_cache(16, 1, 64))
     pipe.scheduler.add(new_sequence(0, 100, 4))
     pipe.scheduler.add(new_sequence(1, 100, 4))
@@ -291,9 +291,9 @@ def test_any_traffic(
             if pipe.in_flight and rng.random() < 0.6:
                 pipe.answer()
         if rng.random() < 0.2:
-            gone = rng.choice(list(wanted))
-            pipe.scheduler.abort(gone)
-            del wanted[gone]
+            aborted = rng.choice(list(wanted))
+            pipe.scheduler.abort(aborted)
+            del wanted[aborted]
     pipe.drain()
     for seq_id, tokens in wanted.items():
         events = pipe.tokens_of(seq_id)

@@ -13,9 +13,8 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import BatchWork, FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.simulation.baseline_policies import GllmPolicy, SarathiPolicy, VllmPolicy
-from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
-from tramontane.router.simulation.traffic import LengthDistribution, TrafficModel
+from tramontane.router.simulation.comparison import GllmPolicy, SarathiPolicy, VllmPolicy
+from tramontane.router.simulation.simulator import LengthDistribution, PipelineModel, SimRequest, SimTrace, TrafficModel, simulate
 
 MAX_LEN, PAGE, WINDOW = 16384, 16, 4096
 MIXED = TrafficModel(300, LengthDistribution(800, 1.0, 8000), LengthDistribution(200, 0.8, 1500))
@@ -70,13 +69,13 @@ def test_every_request_gets_all_its_tokens_in_order() -> None:
         scheduler.check_integrity()
 
 
-def test_lengths_have_the_mean_that_was_asked_for() -> None:
+def test_lengths_have_the_mean_that_was_requested() -> None:
     rng, lengths = random.Random(0), LengthDistribution(500, 0.8, 10**6)
     assert statistics.fmean(lengths.draw(rng) for _ in range(20_000)) == pytest.approx(500, rel=0.03)
     assert all(1 <= LengthDistribution(3, 3.0, 9).draw(rng) <= 9 for _ in range(1000))
 
 
-def test_arrivals_come_at_the_rate_that_was_asked_for_also_in_bursts() -> None:
+def test_arrivals_have_the_rate_that_was_requested_also_in_bursts() -> None:
     for burst in (1, 8):
         arrivals = TrafficModel(
             4000, LengthDistribution(9, 1.0, 99), LengthDistribution(9, 1.0, 99), rate=20.0, burst=burst
@@ -165,7 +164,7 @@ SATURATING = [SimRequest(0.0, 600 + 97 * i % 800, 100 + 31 * i % 200, priority=1
 INTERACTIVE = [SimRequest(0.25 + 0.0307 * i, (20, 200, 1000)[i % 3], 8) for i in range(21)]  # while all of it lasts
 
 
-def _first_tokens_beside(
+def _first_tokens_next_to(
     batch: list[SimRequest], stages: int, window: int | None = WINDOW, pages: float = 1.0
 ) -> tuple[list[float], list[float]]:
     """How long interactive requests wait for their first tokens, and how long they may, with as many pages per place.
@@ -188,10 +187,10 @@ def _first_tokens_beside(
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_interactive_requests_hardly_wait_for_a_saturating_batch(stages: int, window: int | None, pages: float) -> None:
     """All places are taken, or all pages, and many prompts wait: twice the idle time and one micro-batch."""
-    first, allowed = _first_tokens_beside(SATURATING, stages, window, pages)
+    first, allowed = _first_tokens_next_to(SATURATING, stages, window, pages)
     assert [took for took, most in zip(first, allowed, strict=True) if took > most] == []
 
 
 def test_with_the_same_priority_they_would_wait_for_a_long_time() -> None:
-    first, allowed = _first_tokens_beside([replace(arrival, priority=0) for arrival in SATURATING], 2)
+    first, allowed = _first_tokens_next_to([replace(arrival, priority=0) for arrival in SATURATING], 2)
     assert min(first) > 20 * max(allowed)

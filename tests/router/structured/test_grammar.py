@@ -1,4 +1,4 @@
-"""From OpenAI's words to grammars: what a grammar takes and what not, and what is refused at the door."""
+"""From OpenAI's words to grammars: what a grammar takes and what not, and what is refused by the ingress."""
 
 import json
 import resource
@@ -15,8 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
 from tramontane.router.structured import validator_process as grammar_child
-from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
-from tramontane.router.structured.grammar import build_grammar, visible_tools
+from tramontane.router.structured.grammar import ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
 from tramontane.router.tokenization.chat import ToolFormat
 
 CALLS, ARGS = 256, 257  # control tokens, after a token for every byte
@@ -124,7 +123,7 @@ def test_a_named_tool_is_the_only_one() -> None:
     grammar = build_grammar(None, _tools(WEATHER, TIME), named, BY_NAME)
     assert _takes(grammar, CALLS, "time", ARGS, "{}")
     assert not _takes(grammar, CALLS, "weather", ARGS, '{"city": "Rome"}')
-    assert len(visible_tools(_tools(WEATHER, TIME), named)) == 2, "the model is told of both"
+    assert len(visible_tools(_tools(WEATHER, TIME), named)) == 2, "the model sees both"
     assert visible_tools(_tools(WEATHER), "none") == ()
 
 
@@ -192,7 +191,7 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
         ({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_refused_at_the_door(schema: dict[str, Any], complaint: str) -> None:
+def test_a_schema_that_cannot_be_followed_is_refused_by_the_ingress(schema: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ParameterError, match=complaint) as refused:
         build_grammar(_format(schema))
     assert refused.value.parameter == "response_format.json_schema.schema"

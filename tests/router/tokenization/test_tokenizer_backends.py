@@ -220,7 +220,7 @@ def test_a_vocabulary_has_text_for_what_is_text_only(tmp_path: Path) -> None:
         assert {bytes([byte]) for byte in range(256)} <= set(pieces)
         controls = [tokenizer.control_id(name) for name in ("<s>", "</s>", "[INST]", "[TOOL_CALLS]")]
         assert all(token_id is not None and pieces[token_id] == b"" for token_id in controls)
-        assert pieces[0] == b"", "the unknown one is nobody's text"
+        assert pieces[0] == b"", "the unknown one has no text"
         assert tokenizer.control_id("[NONE]") is tokenizer.control_id("the") is tokenizer.control_id("<0x41>") is None
         text = "To be, \u20ac or not"
         assert b"".join(pieces[token_id] for token_id in tokenizer.encode(text)).decode().strip() == text

@@ -61,15 +61,15 @@ def test_calls_are_read_back(tokenizer: Tokenizer, by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_what_is_cut_off_is_told_as_far_as_it_goes(tokenizer: Tokenizer, by_name: bool) -> None:
+def test_a_call_that_is_cut_off_is_reported_as_far_as_it_goes(tokenizer: Tokenizer, by_name: bool) -> None:
     form = _form(tokenizer, by_name=by_name)
     said = _said(tokenizer, form, [("f", ARGUMENTS[1]), ("g", ARGUMENTS[1])])
     for length in range(len(said)):
         parser = _parser(tokenizer, form)
-        told = merge_deltas([delta for token_id in said[:length] for delta in parser.push(token_id)])
-        assert all(ARGUMENTS[1].startswith(call.arguments) for call in told)
-        assert [call.arguments for call in told[:-1]] == [ARGUMENTS[1]] * len(told[:-1])
-        assert [call.name for call in told] == ["f", "g"][: len(told)]
+        reported = merge_deltas([delta for token_id in said[:length] for delta in parser.push(token_id)])
+        assert all(ARGUMENTS[1].startswith(call.arguments) for call in reported)
+        assert [call.arguments for call in reported[:-1]] == [ARGUMENTS[1]] * len(reported[:-1])
+        assert [call.name for call in reported] == ["f", "g"][: len(reported)]
 
 
 def test_text_before_a_call_is_nobodys_call(tokenizer: Tokenizer) -> None:

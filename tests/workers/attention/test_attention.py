@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference import reference_attention
 from torch import Tensor
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.backend import DecodeKernel, causal_window_mask, reference_attention
+from tramontane.workers.attention.backend import DecodeKernel, causal_window_mask
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode, SdpaPrefill
@@ -130,7 +131,7 @@ def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_head
 
 def _filled(index: DecodeMetadata, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
     """A cache with a scratch page. What no token sees would be noticed."""
-    cached = LayerCache.zeros((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim, dtype, torch.device("cpu"))
+    cached = LayerCache.zeros(((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim), dtype, torch.device("cpu"))
     cached.k_NGd.fill_(50.0)
     cached.v_NGd.fill_(1e4)
     for token, rows in enumerate(_seen_rows(index)):

@@ -60,8 +60,7 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         return seconds[last[0]]
 
     with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
-        best = select_fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
-        return best and best[0]
+        return select_fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
 
 
 def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +116,7 @@ class _FromTheFirstRow(PagedDecode):
 
 
 @pytest.mark.parametrize("windows", [(None,), (24,), (1024,), (5000,), (None, 4096), (64, 4096, None)], ids=str)
-def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, ...]) -> None:
+def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int | None, ...]) -> None:
     """Of every window class, however wide."""
     plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
     has_window = any(windows)

@@ -31,13 +31,13 @@ def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_si
     for worker, states in zip(workers, after, strict=True):
         keep_hidden(worker.model, states)
         worker.fence(0)
-    ledger = PageAllocator(plan.cache)
+    allocator = PageAllocator(plan.cache)
     sequence = Sequence(0, tuple(prompt), SAMPLING, max_len=len(prompt) + 1)
-    assert ledger.reserve_for_admission(sequence)
+    assert allocator.reserve_for_admission(sequence)
     start = 0
     for step, num_tokens in enumerate(cut):
         end = start + num_tokens
-        pages = ledger.allocate(sequence, end)
+        pages = allocator.allocate(sequence, end)
         chunk = Chunk(0, start, tuple(prompt[start:end]), pages, SAMPLING if start == 0 else None, needs_sample=False)
         _step(workers, MicroBatch(0, step, (chunk,)))
         start = end

@@ -27,9 +27,15 @@ from tramontane.workers.attention.metadata import (
     build_attention_metadata,
     num_cached_keys,
 )
-from tramontane.workers.attention.page_table import padded_width, page_table
-from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, RollingCache, SequenceTable
-from tramontane.workers.attention.sdpa_backend import bucket_decodes, group_by_length
+from tramontane.workers.attention.rolling_cache import (
+    LayerCache,
+    PageRings,
+    RollingCache,
+    SequenceTable,
+    padded_width,
+    page_table,
+)
+from tramontane.workers.attention.sdpa_backend import LengthBucket, bucket_decodes, group_by_length
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams()
@@ -54,6 +60,14 @@ class PrefillRecorder:
         return q_THd
 
 
+def _key_lens(bucket: LengthBucket) -> list[int]:
+    """How many keys each token sees, which are the first ones."""
+    seen_BL = bucket.keys.mask[:, 0, 0]
+    lens_B = seen_BL.sum(dim=1)
+    assert torch.equal(seen_BL, torch.arange(seen_BL.shape[1]) < lens_B[:, None])
+    return lens_B.tolist()
+
+
 class DecodeRecorder:
     """Checks decodes likewise; page tables lead to the same keys as gathering does."""
 
@@ -66,8 +80,8 @@ class DecodeRecorder:
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: DecodeMetadata) -> Tensor:
         gathered: dict[int, list[Key]] = {}
         for group in bucket_decodes(mask):
-            k_BLGd, v_BLGd = cached.read(group.key_rows)
-            for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, group.key_lens.tolist(), strict=True):
+            k_BLGd, v_BLGd = cached.read(group.keys.rows_BL)
+            for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, _key_lens(group), strict=True):
                 assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))  # padding: the token's own key
                 gathered[token] = _keys(k_LGd[:num_keys], v_LGd[:num_keys])
         in_order = [gathered[token] for token in range(len(q_BHd))]
@@ -154,7 +168,7 @@ def _lens(index: AttentionMetadata, chunks: Seq[Chunk]) -> dict[int, tuple[int, 
         queries, keys = list(prefill.query_lens), list(prefill.key_lens)
     if (decode := index.decode[0]) is not None:
         (group,) = bucket_decodes(decode)
-        queries, keys = queries + [1] * len(group.key_lens), keys + group.key_lens.tolist()
+        queries, keys = queries + [1] * len(group.tokens), keys + _key_lens(group)
     return {c.seq_id: lens for c, lens in zip(chunks, zip(queries, keys, strict=True), strict=True)}
 
 
@@ -216,12 +230,12 @@ def test_headline_eight_times_smaller_at_32k_and_flat_from_the_window_on() -> No
 
 
 def test_a_sequence_takes_no_more_pages_from_the_window_on() -> None:
-    """The same through the router's ledger: the pages that are really handed out."""
+    """The same through the page allocator: the pages that are really allocated."""
     args = tiny_args(n_layers=2, windows=(64, None), max_seq_len=1024)
-    ledger = PageAllocator(tiny_plan(args, 1, 16).cache)
+    allocator = PageAllocator(tiny_plan(args, 1, 16).cache)
     sequence = Sequence(0, (0,) * 1000, SAMPLING, max_len=1024)
-    assert ledger.reserve_for_admission(sequence)
-    gained = [tuple(map(len, ledger.allocate(sequence, position + 1))) for position in range(1000)]
+    assert allocator.reserve_for_admission(sequence)
+    gained = [tuple(map(len, allocator.allocate(sequence, position + 1))) for position in range(1000)]
     assert [i for i, (windowed, _) in enumerate(gained) if windowed] == [0, 16, 32, 48, 64]
     assert [i for i, (_, full) in enumerate(gained) if full] == list(range(0, 1000, 16))
 
@@ -290,9 +304,9 @@ def test_one_token_writes_one_row_and_reads_the_window() -> None:
     assert index is not None
     assert index.write_rows.tolist() == [_row(83), 18]
     (group,) = bucket_decodes(index)
-    assert group.key_lens.tolist() == [64, 3]
-    assert group.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
-    assert group.key_rows[1].tolist() == [16, 17] + [18] * 62
+    assert _key_lens(group) == [64, 3]
+    assert group.keys.rows_BL[0].tolist() == [_row(p) for p in range(20, 84)]
+    assert group.keys.rows_BL[1].tolist() == [16, 17] + [18] * 62
 
 
 def test_positions_and_sampled_rows_of_a_step() -> None:
@@ -338,10 +352,10 @@ def _visible(seq_id: int, start: int, num_tokens: int, window: int | None) -> li
     return [(seq_id, position) for position in range(oldest, start + num_tokens)]
 
 
-def _next_chunk(ledger: PageAllocator, life: Life) -> Chunk:
+def _next_chunk(allocator: PageAllocator, life: Life) -> Chunk:
     start, num_tokens = life.sequence.num_dispatched, life.cut.popleft()
     life.sequence.num_dispatched += num_tokens
-    return _chunk(life.seq_id, start, num_tokens, ledger.allocate(life.sequence, start + num_tokens))
+    return _chunk(life.seq_id, start, num_tokens, allocator.allocate(life.sequence, start + num_tokens))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -357,20 +371,20 @@ def test_any_cut_reads_exactly_the_window(
     windows: list[int | None], page_size: int, cuts: list[list[int]], max_num_seqs: int
 ) -> None:
     stage = Stage(windows, page_size, max_len=max(map(sum, cuts)) + 1, max_num_seqs=max_num_seqs)
-    ledger = PageAllocator(stage.plan.cache)
+    allocator = PageAllocator(stage.plan.cache)
     waiting = deque(Life(i, deque(cut)) for i, cut in enumerate(cuts))
     running: list[Life] = []
     while waiting or running:
         finished = [life for life in running if not life.cut]
         running = [life for life in running if life.cut]
         for life in finished:
-            ledger.release(life.sequence)
+            allocator.release(life.sequence)
         while waiting and len(running) < max_num_seqs:
-            assert ledger.reserve_for_admission(waiting[0].sequence)
+            assert allocator.reserve_for_admission(waiting[0].sequence)
             running.append(waiting.popleft())
         if not running:
             break
-        chunks = sorted((_next_chunk(ledger, life) for life in running), key=lambda chunk: chunk.num_tokens == 1)
+        chunks = sorted((_next_chunk(allocator, life) for life in running), key=lambda chunk: chunk.num_tokens == 1)
         _check_step(stage, windows, chunks, tuple(life.seq_id for life in finished))
 
 
@@ -401,7 +415,7 @@ def test_single_tokens_of_very_different_lengths_are_read_apart() -> None:
     index = stage.index(chunks).decode[0]
     assert index is not None
     assert [group.tokens.tolist() for group in bucket_decodes(index)] == [[1], [2, 0]]
-    assert [tuple(group.key_rows.shape) for group in bucket_decodes(index)] == [(1, 21), (2, 601)]
+    assert [tuple(group.keys.rows_BL.shape) for group in bucket_decodes(index)] == [(1, 21), (2, 601)]
 
 
 @settings(derandomize=True, deadline=None)

@@ -1,6 +1,6 @@
 """Hidden states between a GPU and the host, with a driver that copies late and gives memory out again as torch does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from tramontane.workers.stage.activation import Activation, ActivationSender
 CPU = torch.device("cpu")
 
 
-class LatePinning:
+class LatePinning(PinnedTransfer):
     """Copies are done when they are waited for."""
 
     def __init__(self) -> None:
         self.begun: list[Callable[[], object]] = []
         self.num_done = 0
 
-    def empty_pinned(self, tensor: Tensor) -> Tensor:
-        return torch.full(tensor.shape, -1, dtype=tensor.dtype)
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, -1, dtype=dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.begun.append(lambda: target.copy_(source))
@@ -53,7 +53,7 @@ def test_what_goes_to_the_host_is_there_when_it_is_given() -> None:
         assert not late.begun
 
 
-def test_what_goes_to_the_device_may_be_gone_at_once() -> None:
+def test_what_is_copied_to_the_device_may_be_freed_at_once() -> None:
     """As an array of Ray's object store, which is freed with the call that it came by."""
     late = LatePinning()
     source_TD = torch.arange(12.0).view(4, 3)
@@ -95,7 +95,7 @@ def test_what_leaves_waits_for_nothing_that_is_begun_after_it(monkeypatch: pytes
     hidden_TD, outbox = torch.randn(5, 8), ActivationSender()
     outbox.send(hidden_TD)
     assert len(late.begun) == 1, "it is on its way already"
-    late.copy(torch.empty(3), torch.empty(3))  # what the next step asks for
+    late.copy(torch.empty(3), torch.empty(3))  # what the next step requests
     packed = outbox.payload(Activation(torch.empty(5, 8), ()))
     assert torch.equal(Activation.unpack(packed).hidden_TD, hidden_TD)
     assert len(late.begun) == 1

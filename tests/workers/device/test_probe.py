@@ -1,4 +1,4 @@
-"""What is asked of GPUs, in the form that it has without one."""
+"""What GPUs are queried for, in the form that it has without one."""
 
 import itertools
 

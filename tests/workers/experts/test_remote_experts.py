@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -19,12 +19,13 @@ from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_pl
 from tramontane.proto.errors import PipelineError, StaleEpochError
 from tramontane.proto.plan import ExpertPlan, PipelinePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
+from tramontane.proto.step import Chunk, ExpertTiming, ExpertUsage, MicroBatch
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
+from tramontane.workers.stage.activation import PendingOutcome
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -87,7 +88,7 @@ def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
         actors.before_call[0] = lambda _: gate.wait()
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(chain._run, _prompt_batch(epoch))
-            wait_until(lambda: chain.stages[0].num_open == 1)
+            wait_until(lambda: len(chain.stages[0]._open) == 1)
             with pytest.raises(StaleEpochError, match="cannot go back"):
                 chain.stages[0].fence(epoch)
             gate.set()
@@ -112,11 +113,11 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     first = expert_plan(ARGS, 2)
     actors = ExpertActors(first, folder)
     moved = first.with_assignment([actor.experts for actor in reversed(first.actors)])
-    asked: list[ExpertPlan] = []
+    requested: list[ExpertPlan] = []
 
     def current_plan() -> ExpertPlan:
-        asked.append(first if len(asked) < 3 else moved)
-        return asked[-1]
+        requested.append(first if len(requested) < 3 else moved)
+        return requested[-1]
 
     for worker, actor in zip(actors.workers, moved.actors, strict=True):
         worker.load_experts(actor.experts)
@@ -126,9 +127,8 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(9, ARGS.dim)
     answer = experts.dispatch(2, rows, groups_of([2, 3, 0, 4]))
-    while not answer.poll():
-        answer.wait()
-    assert asked[-1] == moved
+    wait_until(answer.poll)
+    assert requested[-1] == moved
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
         assert torch.equal(answer.result(), inside(2, rows, groups_of([2, 3, 0, 4])))
@@ -168,14 +168,14 @@ def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> N
         assert _generate(chain, plan, SHORT) == _inside()
 
 
-def test_an_actor_that_is_gone_for_good_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
+def test_an_actor_that_is_lost_permanently_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
     plan, actors = tiny_plan(ARGS, 1), ExpertActors(expert_plan(ARGS, 2), folder)
     with ping_pong_chain(plan, folder, actors) as chain:
         actors.kill(0)
         with ThreadPoolExecutor(1) as thread:
             epoch = asyncio.run(chain.fence())
             waiting = thread.submit(chain._run, _prompt_batch(epoch))
-            wait_until(lambda: chain.stages[0].num_open == 1)
+            wait_until(lambda: len(chain.stages[0]._open) == 1)
             assert asyncio.run(chain.fence()) > epoch
             with pytest.raises(StaleEpochError, match="interrupted"):
                 waiting.result()
@@ -195,14 +195,13 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(12, ARGS.dim)
     groups = groups_of([5, 0, 4, 3])
-    asked = experts.dispatch(1, rows, groups)
-    while not asked.poll():
-        asked.wait()
-    assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
-    assert asked.usage.wait_s > 0
+    requested = experts.dispatch(1, rows, groups)
+    wait_until(requested.poll)
+    assert sorted((actor, num_rows) for actor, _, num_rows in requested.usage.actors) == [(0, 5), (1, 7)]
+    assert requested.usage.wait_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(asked.result(), inside(1, rows, groups))
+        assert torch.equal(requested.result(), inside(1, rows, groups))
     experts.close()
 
 
@@ -215,28 +214,26 @@ def test_the_actor_with_the_fewest_queued_rows_is_called(folder: Path) -> None:
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     slow = experts.dispatch(0, torch.randn(5, ARGS.dim), groups_of([5, 0, 0, 0]))
     quick = experts.dispatch(0, torch.randn(9, ARGS.dim), groups_of([9, 0, 0, 0]))
-    while not quick.poll():
-        quick.wait()
+    wait_until(quick.poll)
     assert [actor for actor, *_ in quick.usage.actors] == [1]
     assert experts.select_replicas(0, {0: 1})[0] == {1: (0,)}
     gate.set()
-    while not slow.poll():
-        slow.wait()
+    wait_until(slow.poll)
     assert [actor for actor, *_ in slow.usage.actors] == [0]
     experts.close()
 
 
 class HeldExperts:
-    """Experts that answer with what they are given, when a test lets them; knows who asked, in which order."""
+    """Experts that answer with what they are given, when a test lets them; knows the requests, in order."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.asked: list[HeldAnswer] = []
+        self.requested: list[HeldAnswer] = []
 
     def dispatch(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
         answer = HeldAnswer(layer, rows_CD)
         with self.condition:
-            self.asked.append(answer)
+            self.requested.append(answer)
         return answer
 
     def check(self) -> None:
@@ -244,12 +241,12 @@ class HeldExperts:
 
     def let(self, number: int) -> None:
         with self.condition:
-            self.asked[number].is_ready = True
+            self.requested[number].is_ready = True
             self.condition.notify_all()
 
 
 class HeldAnswer:
-    usage = ExpertUsage()
+    usage = ExpertUsage(0.5, (ExpertTiming(7, 0.25, 3), ExpertTiming(8, 0.125, 7)))
 
     def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
         self.layer, self._rows_CD, self.is_ready = layer, rows_CD, False
@@ -261,8 +258,30 @@ class HeldAnswer:
         return self._rows_CD
 
 
+def test_the_work_of_every_layers_experts_is_counted_once(folder: Path) -> None:
+    """However often the step is resumed before they have answered."""
+    worker, held = StageWorker.load(replace(tiny_plan(ARGS).stages[0], experts_inside=False), folder), HeldExperts()
+    worker.fence(0)
+
+    def resume_to_the_end() -> Iterator[HeldAnswer]:
+        ended.append((yield from worker.step_coroutine(_prompt_batch(0), None, held)))  # type: ignore[arg-type, misc]
+
+    ended: list[PendingOutcome] = []
+    with torch.inference_mode():
+        for number, answer in enumerate(resume_to_the_end()):
+            answer.is_ready = number % 3 == 2  # after two resumptions without an answer
+    assert len(held.requested) == ARGS.n_layers
+    (timing,) = ended[0].read().timings
+    assert timing.expert_wait_s == 0.5 * ARGS.n_layers
+    assert timing.experts_busy_s == 0.25 * ARGS.n_layers, "of the busiest actor"
+    assert timing.experts == (
+        ExpertTiming(7, 0.25 * ARGS.n_layers, 3 * ARGS.n_layers),
+        ExpertTiming(8, 0.125 * ARGS.n_layers, 7 * ARGS.n_layers),
+    )
+
+
 def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path) -> None:
-    """Asked in the order of number, layer: a is let go after b, and must still be the first in every layer."""
+    """Requested in the order of number, layer: a is released after b, and must still be the first in every layer."""
     plan = tiny_plan(ARGS)
     worker, held = StageWorker.load(replace(plan.stages[0], experts_inside=False), folder), HeldExperts()
     stage = PingPongExecutor(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
@@ -273,16 +292,16 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
             threads.submit(stage.step, _prompt_batch(0, step, step), lambda: None, lambda _, step=step: ended.append(step))
         for layer in range(4):
             first = 2 * layer
-            wait_until(lambda first=first: len(held.asked) == first + 2)
-            assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
+            wait_until(lambda first=first: len(held.requested) == first + 2)
+            assert [answer.layer for answer in held.requested[first:]] == [layer, layer]
             with held.condition:
-                held.asked[first + 1].is_ready = True
+                held.requested[first + 1].is_ready = True
                 assert stage._next() is None, "the later one has its answer, but must not overtake"
             held.let(first)
-        wait_until(lambda: len(held.asked) == 9)
-        assert held.asked[8].layer == 0, "the third began when the first had ended"
+        wait_until(lambda: len(held.requested) == 9)
+        assert held.requested[8].layer == 0, "the third began when the first had ended"
         for number in range(8, 12):
-            wait_until(lambda number=number: len(held.asked) == number + 1)
+            wait_until(lambda number=number: len(held.requested) == number + 1)
             held.let(number)
     assert ended == [0, 1, 2]
     stage.close()

@@ -1,4 +1,4 @@
-"""What GPUs do with quantised matrices, as far as it can be seen without one; where there is one, on it."""
+"""What GPUs do with quantized matrices, as far as it can be seen without one; where there is one, on it."""
 
 import logging
 import os
@@ -74,7 +74,7 @@ with_fp8_rows = pytest.mark.skipif(not _has_fp8_rows_on_cpus(), reason="this tor
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(16, 16), (48, 64), (32, 272)], ids=str)
 def test_the_product_in_fp8_is_that_of_the_rounded_activations(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Each token has a scale of its own: one that is 2**20 times as large as its neighbours takes nothing from them."""
+    """Each token has a scale of its own: one that is 2**20 times as large as its neighbors takes nothing from them."""
     linear = _linear(*shape, FP8)
     for tokens in (1, 2, 17, 40):
         sizes_T1 = 2.0 ** torch.tensor([0, 3, 10, -10])[torch.arange(tokens) % 4][:, None]
@@ -157,7 +157,7 @@ def test_what_works_is_used(fused_fp8: Product, monkeypatch: pytest.MonkeyPatch)
     fp8, int8 = _linear(32, 48, FP8), _linear(32, 48, INT8)
     assert [fp8._gpu_product(x_TK) for x_TK in (few_TK, many_TK)] == [_right, of_many]
     assert [int8._gpu_product(x_TK) for x_TK in (few_TK, many_TK)] == [_right, _right]
-    for linear in (fp8, int8):  # float32 asks for its precision
+    for linear in (fp8, int8):  # float32 requests its precision
         assert linear._gpu_product(many_TK.float()) is dequantized_linear
     for shape in ((24, 48), (32, 40)):
         assert _linear(*shape, FP8)._gpu_product(_random(40, shape[1]).bfloat16()) is dequantized_linear
@@ -170,10 +170,10 @@ def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.Monke
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), _linear(16, 16, FP8)).to("meta")
     warm_up_kernels(model, torch.bfloat16)
     assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
-    asked: list[torch.dtype] = []
-    monkeypatch.setattr(weights, "warm_up_kernels", lambda _model, dtype: asked.append(dtype))
+    requested: list[torch.dtype] = []
+    monkeypatch.setattr(weights, "warm_up_kernels", lambda _model, dtype: requested.append(dtype))
     StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights())
-    assert asked == [torch.bfloat16]
+    assert requested == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("quantize", Quantization)

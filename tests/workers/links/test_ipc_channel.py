@@ -27,8 +27,16 @@ from tramontane.workers.links.gpu_channel import (
     HandshakeChannel,
     HostStagedChannel,
 )
-from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcReceiver, IpcSender, accept_ipc, offer_ipc
-from tramontane.workers.links.ipc_memory import IpcBackend, SharedEvent, SharedMemory
+from tramontane.workers.links.ipc_channel import (
+    MIN_BYTES,
+    IpcBackend,
+    IpcReceiver,
+    IpcSender,
+    SharedEvent,
+    SharedMemory,
+    accept_ipc,
+    offer_ipc,
+)
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.links.tcp_channel import TcpListener, connect
 
@@ -99,7 +107,7 @@ def test_memory_is_kept_until_the_neighbor_has_closed_it() -> None:
 
 
 def _receive_all_that_comes(inlet: Channel) -> None:
-    """Of what was sent last the end may hear or not."""
+    """What was sent last may arrive or not."""
     for _ in range(MAX_PENDING_SENDS + 1):
         inlet.receive(torch.zeros(4))
 
@@ -164,7 +172,7 @@ def test_a_neighbor_is_notified_of_a_close_before_the_gpu_is_done() -> None:
 
 
 class _Said:
-    """A line and an edge that write down what was asked of them."""
+    """A control socket and a channel that record their calls."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -173,7 +181,7 @@ class _Said:
         self.order.append("announce" if tensor_or_message is None else "send")
 
     def receive(self, _into: object = None) -> None:
-        self.order.append("hear" if _into is None else "receive")
+        self.order.append("listen" if _into is None else "receive")
 
     def close(self) -> None: ...
 
@@ -183,10 +191,10 @@ def test_between_gpus_both_ends_begin_the_same_and_only_so_much() -> None:
     outlet = HandshakeChannel(cast(ControlSocket, said), said)
     for _ in range(MAX_PENDING_SENDS + 2):
         outlet.send(torch.ones(4))
-    assert said.order == ["send", "announce"] * MAX_PENDING_SENDS + ["hear", "send", "announce"] * 2
+    assert said.order == ["send", "announce"] * MAX_PENDING_SENDS + ["listen", "send", "announce"] * 2
     said.order.clear()
     outlet.receive(torch.ones(4))
-    assert said.order == ["hear", "receive", "announce"]
+    assert said.order == ["listen", "receive", "announce"]
 
 
 def _send(pipe: "Connection[Address, str]") -> None:
@@ -307,12 +315,12 @@ def _says(*messages: object) -> Callable[[Address], None]:
 
     def neighbor(address: Address) -> None:
         connection = connect(address)
-        line = ControlSocket(connection)
+        control = ControlSocket(connection)
         for message in messages:
-            line.receive(60)
-            line.send(message)
+            control.receive(60)
+            control.send(message)
         connection.close()
-        _gone(line)
+        _close(control)
 
     return neighbor
 
@@ -344,10 +352,10 @@ def test_a_listener_that_dies_while_they_choose_is_missed_at_once() -> None:
     with ThreadPoolExecutor(1) as thread:
         connected = thread.submit(_edges(HERE).connect, listener.address, HOST)
         connection = listener.accept_connection()
-        line = ControlSocket(connection)
-        line.send((HERE.boot_id, HERE.gpu))
+        control = ControlSocket(connection)
+        control.send((HERE.boot_id, HERE.gpu))
         connection.close()
-        _gone(line)
+        _close(control)
         with pytest.raises(ConnectionError, match="is broken"):
             connected.result()
 
@@ -356,28 +364,28 @@ def test_a_listener_that_is_closed_while_they_choose_waits_no_longer() -> None:
     listener = _edges(HERE).listen(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        line = ControlSocket(connect(listener.address))
-        line.receive(60)  # where it is; it waits for us to say as much
+        control = ControlSocket(connect(listener.address))
+        control.receive(60)  # where it is; it waits for us to say as much
         listener.close()
         with pytest.raises(ConnectionError, match="is closed"):
             accepted.result()
-        _gone(line)
+        _close(control)
 
 
-def _gone(line: ControlSocket) -> None:
-    line.close()
-    line.close_fds()
+def _close(control: ControlSocket) -> None:
+    control.close()
+    control.close_fds()
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16])
-def test_a_stranger_is_told_nothing(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intruder_gets_no_answer(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = _edges(HERE).listen(HOST)
-    with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
-        stranger.sendall(said)
+    with socket.create_connection(listener.address[:2]) as intruder, ThreadPoolExecutor(1) as thread:
+        intruder.sendall(said)
         neighbor = connect(listener.address)  # it has sent the token before the listener reads it
         monkeypatch.setattr("tramontane.workers.links.gpu_channel.connect", lambda _address: neighbor)
         accepted = thread.submit(listener.accept)
         inlet = _edges(HERE).connect(listener.address, HOST)
-        assert stranger.recv(1) == b"", "it was hung up on"
+        assert intruder.recv(1) == b"", "it was hung up on"
         _carry(accepted.result(), inlet)

@@ -110,7 +110,7 @@ def test_what_cannot_be_opened_is_refused_and_closed(monkeypatch: pytest.MonkeyP
         sharing.open_memory(b"abc", 8)
 
 
-def test_both_ends_hear_of_it_and_may_go_by_way_of_the_host(
+def test_both_ends_learn_of_it_and_may_use_the_host(
     monkeypatch: pytest.MonkeyPatch, lines: tuple[ControlSocket, ControlSocket]
 ) -> None:
     runtime = _Runtime(handle=object())
@@ -130,6 +130,6 @@ def test_both_ends_hear_of_it_and_may_go_by_way_of_the_host(
 def lines() -> Iterator[tuple[ControlSocket, ControlSocket]]:
     pair = _lines()
     yield pair
-    for line in pair:
-        line.close()
-        line.close_fds()
+    for control in pair:
+        control.close()
+        control.close_fds()

@@ -27,8 +27,7 @@ from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import supports_grouped_gemm
-from tramontane.workers.weights.loader import load_module
+from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 ARGS = tiny_args(n_layers=4)
@@ -136,7 +135,7 @@ def _loaded(weights: WeightSource, experts_together: bool) -> StageWorker:
     def make() -> StageModel:
         return StageModel(ARGS, plan.layers)
 
-    model = load_module(make, ARGS, tensors_of, weights, plan.dtype, None, "cpu", lambda _read, _loaded: None, experts_together)
+    model = load_module(make, tensors_of, plan, weights, "cpu", lambda _read, _loaded: None, experts_together)
     return StageWorker(plan, model)
 
 
@@ -239,7 +238,7 @@ def _plan_of(**changes: object) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("ask", "capability", "why"),
+    ("query", "capability", "why"),
     [
         (_plan_of(), (9, 0), ""),
         (_plan_of(), (10, 3), ""),
@@ -253,14 +252,14 @@ def _plan_of(**changes: object) -> Callable[[], bool]:
 def test_only_where_torch_has_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    ask: Callable[[], bool],
+    query: Callable[[], bool],
     capability: tuple[int, int],
     why: str,
 ) -> None:
     """A GPU that goes without says so, once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.WARNING):
-        assert ask() == (not why)
+        assert query() == (not why)
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
 

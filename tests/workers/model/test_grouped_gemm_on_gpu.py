@@ -15,8 +15,7 @@ from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS
 from tramontane.workers.model.moe import LocalExperts, run_experts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
-from tramontane.workers.weights.expert_placement import supports_grouped_gemm
-from tramontane.workers.weights.loader import load_module
+from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -33,14 +32,12 @@ def model() -> StageModel:
         pytest.skip("this GPU has no kernel for grouped products")
     made = load_module(
         lambda: StageModel(ARGS, LAYERS),
-        ARGS,
         lambda layout: stage_tensors(ARGS, LAYERS, layout),
+        PLAN,
         RandomWeights(),
-        "bfloat16",
-        None,
         "cuda",
         lambda _read, _loaded: None,
-        experts_together=True,
+        contiguous_experts=True,
     )
     made.finalize_weights(torch.device("cuda"))
     return made
@@ -105,7 +102,7 @@ def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageMo
     """Of 4 tokens row by row, of 16 as a grouped product."""
     hidden_TD, is_padding_T = _rows(num_tokens), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
     with torch.inference_mode():
-        replay = CudaGraphCapture().capture(lambda: _run(model, hidden_TD, is_padding_T))
+        replay = CudaGraphCapture()(lambda: _run(model, hidden_TD, is_padding_T))
         for seed in range(1, 9):
             own = num_tokens - seed % 4
             hidden_TD.copy_(_rows(num_tokens, seed))

@@ -95,7 +95,7 @@ def test_logits_are_changed_as_the_formulas_say(
 def test_who_wants_nothing_costs_nothing() -> None:
     changes, logits = _changes(), _logits(2)
     changes.update(MicroBatch(0, 0, tuple(_chunks(seq_id, PLAIN, [1, 2, 3], 3, 3)[0] for seq_id in range(2))))
-    assert changes.num_sequences == 0
+    assert len(changes._states) == 0
     assert changes.apply(logits, (0, 1), (3, 3)) is logits
 
 
@@ -104,12 +104,12 @@ def test_a_sequence_that_has_ended_is_forgotten(ended: str) -> None:
     wish = replace(PLAIN, presence_penalty=1.0, logit_bias=((3, 5.0),), min_tokens=2)
     changes, logits = _changes(), _logits(1)
     changes.update(MicroBatch(0, 0, (Chunk(5, 0, (1, 2), (), wish, True, 1),)))
-    assert changes.num_sequences == 1
+    assert len(changes._states) == 1
     if ended == "released":
         changes.update(MicroBatch(0, 1, (), (5,)))
     else:
         changes.clear()
-    assert changes.num_sequences == 0
+    assert len(changes._states) == 0
     assert changes.apply(logits, (5,), (2,)) is logits
 
 

@@ -68,7 +68,7 @@ def test_pieces_of_several_characters_and_pieces_that_are_there_twice() -> None:
     assert _say(constraints, TRUE, ord("}")) == ((0, FinishReason.STOP),)
 
 
-def test_control_tokens_are_no_text_and_can_be_asked_for() -> None:
+def test_control_tokens_are_no_text_and_can_be_requested() -> None:
     constraints = _constraints()
     _begin(constraints, f"start: TEXT | <[{CALL}]> DIGITS\nTEXT: /(.|\\n)+/\nDIGITS: /[0-9]/")
     assert {CONTROL, EOS}.isdisjoint(_allowed(constraints))

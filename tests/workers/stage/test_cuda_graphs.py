@@ -1,18 +1,20 @@
 """Recorded steps of decodes, on the CPU: the operations that ran once are run again, on the same memory and with nothing else."""
 
 import logging
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from harness import PROMPTS, run_in_process
 from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
@@ -27,6 +29,11 @@ from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 
+# What the host reads of a device by ``item``, ``bool``, ``nonzero``, ``tolist`` and ``numpy``.
+READS_OF_THE_HOST = {
+    *(torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default),
+    *(torch.ops.aten.nonzero.default, torch.ops.aten.resolve_conj.default),
+}
 WINDOWS = [
     pytest.param((24,) * 3, id="windowed"),
     pytest.param((None,) * 3, id="full"),
@@ -34,24 +41,61 @@ WINDOWS = [
 ]
 
 
-TRACING = threading.Lock()  # stages are threads here, and a trace changes methods of nn.Module in the whole process
+class _Call(NamedTuple):
+    operation: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    done: object  # what it returned
+
+
+class Tape(TorchDispatchMode):
+    """The operations of torch that run within it, which can be run again on what is then in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+
+    def __torch_dispatch__(
+        self,
+        operation: Callable[..., object],
+        _types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        assert operation not in READS_OF_THE_HOST, "a CUDA graph cannot contain it"
+        done = operation(*args, **(kwargs or {}))
+        self._calls.append(_Call(operation, args, kwargs or {}, done))
+        return done
+
+    def replay(self, result: Tensor) -> object:
+        """Run all of it again. Returns what has become of ``result``, a tensor that was computed."""
+        anew: dict[int, object] = {}  # by what was computed first; other tensors are memory that stays where it is
+
+        def newest(tensor: Tensor) -> object:
+            return anew.get(id(tensor), tensor)
+
+        for operation, args, kwargs, first in self._calls:
+            done = operation(*tree_map_only(Tensor, newest, args), **tree_map_only(Tensor, newest, kwargs))
+            anew.update(zip(map(id, tree_leaves(first)), tree_leaves(done), strict=True))
+        return newest(result)
 
 
 class Replays:
-    """A ``Recorder`` as a CUDA graph is one: nothing of Python runs again, so numbers of the host stay what they were."""
+    """A ``GraphCapture`` as a CUDA graph is one: nothing of Python runs again, so numbers of the host stay what they were."""
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
 
-    def capture(self, compute: Compute) -> Compute:
-        with TRACING:
-            self.num_recorded += 1
-            compute()
-            graph = make_fx(compute)()
+    def __call__(self, compute: Compute) -> Compute:
+        self.num_recorded += 1
+        compute()
+        with Tape() as tape:
+            first = compute()
 
         def replay() -> Tensor:
             self.num_replayed += 1
-            out: Tensor = graph()
+            out = tape.replay(first)
+            assert isinstance(out, Tensor)
             return out
 
         return replay
@@ -73,11 +117,21 @@ def test_the_same_tokens_as_step_by_step(
     args = tiny_args(n_layers=3, windows=windows, moe=moe)
     plan = tiny_plan(args, num_stages, page_size=4)
     recorder = Replays()
-    plain, recording = split_model(random_model(args), plan), _recording(plan, args, recorder)
-    expected = run_in_process(plan, plain, PROMPTS[:7], sampling, budget=32)
-    assert run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32) == expected
+    recording = _recording(plan, args, recorder)
+    tokens, expert_load = _step_by_step(args, sampling)
+    assert run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32) == tokens
     assert recorder.num_replayed > 5 * recorder.num_recorded, "few recordings, used often"
-    assert [w.model.expert_load for w in recording] == [w.model.expert_load for w in plain], "padding is not counted"
+    assert {layer: load for w in recording for layer, load in w.model.expert_load.items()} == expert_load, (
+        "padding is not counted"
+    )
+
+
+@cache
+def _step_by_step(args: ModelArgs, sampling: SamplingParams) -> tuple[list[list[int]], dict[int, list[int]]]:
+    """Tokens and expert load without recordings, in one stage: how many there are makes no difference."""
+    plan = tiny_plan(args, 1, page_size=4)
+    [worker] = split_model(random_model(args), plan)
+    return run_in_process(plan, [worker], PROMPTS[:7], sampling, budget=32), worker.model.expert_load
 
 
 @pytest.mark.parametrize(
@@ -95,7 +149,7 @@ def test_other_models_too(args: ModelArgs) -> None:
 
 
 @pytest.mark.parametrize("quantize", [*Quantization])
-def test_quantised_weights_too(quantize: Quantization) -> None:
+def test_quantized_weights_too(quantize: Quantization) -> None:
     args = tiny_args(n_layers=2, moe=False)
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
@@ -123,7 +177,7 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
         keys = torch.stack([mask.k_seqinfo.seqstart[:-1], mask.k_seqinfo.seqlen], dim=1)
         return torch.cat([mask.block_tables, keys, mask.q_seqinfo.seqstart[:-1, None]], dim=1)
 
-    replayed = make_fx(tensors)()
+    replayed = Replays()(tensors)
     for slots, positions in (([0, 3, 1, 2], [5, 23, 24, 400]), ([2, 0, ring.scratch_slot, 1], [99, 0, 0, 26])):
         numbers_2B.copy_(torch.tensor([slots, positions]))
         assert torch.equal(replayed(), tensors())
@@ -186,7 +240,7 @@ class _FakeCuda:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
     cuda, seen = _FakeCuda(monkeypatch, breaks=breaks), []
 
     def compute() -> Tensor:
@@ -194,15 +248,15 @@ def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeyp
         return torch.ones(1)
 
     with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
-        CudaGraphCapture().capture(compute)
+        CudaGraphCapture()(compute)
     assert seen == ["warm-up", "warm-up", "recording"]
     assert cuda.current.name == "usual"
 
 
 class _Refuses:
-    """A device that cannot record some of what it is asked for."""
+    """A device that cannot record some operations."""
 
-    def capture(self, _compute: Compute) -> Compute:
+    def __call__(self, _compute: Compute) -> Compute:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
 

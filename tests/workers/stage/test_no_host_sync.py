@@ -1,10 +1,10 @@
-"""What a step asks of a GPU waits for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
+"""Steps on a GPU wait for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
 
 In addition, no operation may mix tensors of the host and the device, and every copy goes through pinned memory: otherwise it
 would wait for all work of the GPU, and could not be recorded in a CUDA graph.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import allocate_contiguous
+from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 META = torch.device("meta")
@@ -41,7 +41,7 @@ SAMPLINGS = [
 
 
 class OnePlace(TorchDispatchMode):
-    """Refuses operations on tensors of two devices. Single numbers travel with what a GPU is asked to do."""
+    """Refuses operations on tensors of two devices. Single numbers travel with the launch."""
 
     def __torch_dispatch__(
         self,
@@ -58,11 +58,11 @@ class OnePlace(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class OtherMemory(pinned.CudaPinnedTransfer):
+class OtherMemory(pinned.PinnedTransfer):
     """Of a driver that is not there."""
 
-    def empty_pinned(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.shape == source.shape
@@ -77,7 +77,7 @@ class OtherMemory(pinned.CudaPinnedTransfer):
 class Once:
     """Records nothing, and computes twice, as CUDA graphs are warmed up."""
 
-    def capture(self, compute: Compute) -> Compute:
+    def __call__(self, compute: Compute) -> Compute:
         compute()
         return compute
 
@@ -122,7 +122,7 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
 def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
     sampling: SamplingParams, num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "CudaPinnedTransfer", OtherMemory)
+    monkeypatch.setattr(pinned, "PinnedTransfer", OtherMemory)
     args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
     for stage in tiny_plan(args, num_stages, dtype="bfloat16").stages:
         worker = _worker(stage, args)

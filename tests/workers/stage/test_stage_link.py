@@ -116,8 +116,8 @@ class LinkedThreads:
             thread.shutdown()
 
     def _in_threads(self, calls: list[Callable[..., object]], arguments: list[tuple[object, ...]]) -> list[object]:
-        asked = [t.submit(call, *args) for t, call, args in zip(self.threads, calls, arguments, strict=True)]
-        return [future.result() for future in asked]
+        requested = [t.submit(call, *args) for t, call, args in zip(self.threads, calls, arguments, strict=True)]
+        return [future.result() for future in requested]
 
     async def _together(self, futures: "list[Future[StepResult]]") -> StepResult:
         parts = await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -249,7 +249,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
 
 
 def test_a_neighbor_may_take_its_time() -> None:
-    """Only a machine that answers no probes has vanished: one that takes nothing may still be computing."""
+    """Only a machine that answers no probes is lost: one that takes nothing may still be computing."""
     sender, receiver = _socket_pair()
     for edge in (sender, receiver):
         assert edge._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
@@ -302,15 +302,15 @@ def test_edges_over_ipv6() -> None:
 def test_a_connection_without_the_token_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = TcpListener(HOST)
-    with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
-        stranger.sendall(said)
+    with socket.create_connection(listener.address[:2]) as intruder, ThreadPoolExecutor(1) as thread:
+        intruder.sendall(said)
         neighbor = TcpChannelFactory().connect(listener.address, HOST)  # it has sent the token before the listener reads it
         accepted = thread.submit(listener.accept)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
         neighbor.receive(received_T)
         assert received_T.tolist() == [1, 1, 1]
-        assert stranger.recv(1) == b"", "it was hung up on"
+        assert intruder.recv(1) == b"", "it was hung up on"
         neighbor.close()
         accepted.result().close()
 

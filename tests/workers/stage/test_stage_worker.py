@@ -62,10 +62,10 @@ def test_a_released_sequence_makes_room_in_the_same_step(worker: StageWorker) ->
     assert set(worker.table.slots) == {1, 2}
 
 
-def test_what_a_sequence_asked_for_is_forgotten_with_it(worker: StageWorker) -> None:
+def test_what_a_sequence_requested_is_forgotten_with_it(worker: StageWorker) -> None:
     worker.fence(0)
-    asking = Chunk(7, 0, (1, 2), ((0,),), replace(GREEDY, return_experts=(0,)), True)
-    result = worker.step(MicroBatch(0, 0, (asking,)), None)
+    with_experts = Chunk(7, 0, (1, 2), ((0,),), replace(GREEDY, return_experts=(0,)), True)
+    result = worker.step(MicroBatch(0, 0, (with_experts,)), None)
     assert isinstance(result, StepResult)
     assert [(choices.seq_id, choices.layer, len(choices.expert_ids)) for choices in result.expert_choices] == [(7, 0, 2)]
     result = worker.step(_batch(0, 1, seq_id=1, released=(7,)), None)

@@ -203,7 +203,7 @@ def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: M
     assert merged == {"wqkv", "w13"}
 
 
-class AskedFor:
+class Requested:
     """safe_open that writes down which tensors are read, and from which file."""
 
     def __init__(self) -> None:
@@ -241,13 +241,13 @@ def test_a_stage_reads_only_its_own_tensors(
     if sharded:
         _shard(folder)
     plan = tiny_plan(args, 3)
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
     for stage in plan.stages:
-        recorder = AskedFor()
+        recorder = Requested()
         monkeypatch.setattr(tensor_file, "safe_open", recorder)
         StageWorker.load(stage, folder)
-        asked.append(recorder.names)
-    for layer, names in enumerate(asked):
+        requested.append(recorder.names)
+    for layer, names in enumerate(requested):
         ends = ["model.embed_tokens.weight"] if layer == 0 else []
         if layer == 2:
             ends = ["model.norm.weight", "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"]
@@ -261,23 +261,23 @@ def test_a_stage_reads_no_more_bytes_than_its_weights_have(tmp_path: Path, args:
     """As they are stored; and in the order that needs the least memory for what a tensor is copied from."""
     write_random_checkpoint(tmp_path / "model", replace(args, dtype=stored), Layout.HUGGING_FACE)
     for stage in tiny_plan(args, 3).stages:
-        heard = _heard(stage, tmp_path / "model")
-        read, loaded = (sum(sizes) for sizes in zip(*heard, strict=True))
+        received = _received(stage, tmp_path / "model")
+        read, loaded = (sum(sizes) for sizes in zip(*received, strict=True))
         assert loaded == stage.weight_bytes
         assert read == stage.weight_bytes * DTYPE_BYTES[stored] // DTYPE_BYTES[stage.dtype]
-        assert heard == sorted(heard, reverse=True)
+        assert received == sorted(received, reverse=True)
 
 
-def _heard(stage: StagePlan, folder: Path) -> list[tuple[int, int]]:
+def _received(stage: StagePlan, folder: Path) -> list[tuple[int, int]]:
     """Bytes of every tensor as it is stored and as it is loaded."""
-    heard: list[tuple[int, int]] = []
-    StageWorker.load(stage, folder, on_tensor=lambda read, loaded: heard.append((read, loaded)))
-    return heard
+    received: list[tuple[int, int]] = []
+    StageWorker.load(stage, folder, on_tensor=lambda read, loaded: received.append((read, loaded)))
+    return received
 
 
 def test_looking_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
-    recorder = AskedFor()
+    recorder = Requested()
     monkeypatch.setattr(tensor_file, "safe_open", recorder)
     found = Checkpoint(folder)
     assert {spec.name for spec in _specs()} <= set(found.files)
@@ -444,7 +444,7 @@ def test_a_model_that_would_be_another_one_is_refused(changes: dict[str, object]
         from_hf_config(config | changes)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     args = tiny_args(n_layers=1)
     folder = write_checkpoint(tmp_path, args)
     tensors = load_file(folder / "model.safetensors")
@@ -465,7 +465,7 @@ def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     assert "model.layers.3.input_layernorm.weight" in message
 
 
-def test_what_old_writers_stored_beside_the_weights_does_not_matter(tmp_path: Path) -> None:
+def test_what_old_writers_stored_next_to_the_weights_does_not_matter(tmp_path: Path) -> None:
     args = tiny_args(n_layers=3, tied=True)
     folder = write_checkpoint(tmp_path / "model", args)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}

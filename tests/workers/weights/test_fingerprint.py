@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from tiny_models import INDEX_NAME, SINGLE_NAME, tiny_args, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.workers.weights import fingerprint
-from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.fingerprint import NUM_SAMPLES, SAMPLE_BYTES, check_fingerprint
+from tramontane.workers.weights import checkpoint
+from tramontane.workers.weights.checkpoint import NUM_SAMPLES, SAMPLE_BYTES, Checkpoint, check_fingerprint
 
 BIG = 1_000_000
 DISTANCE, LAST_SAMPLE = 15_808, 995_904  # for BIG bytes: (1,000,000 - 4096) / 63, and 63 times that
@@ -136,7 +135,7 @@ def test_the_worked_example_of_the_sampling_holds() -> None:
     assert (NUM_SAMPLES, SAMPLE_BYTES) == (64, 4096)
     assert (BIG - SAMPLE_BYTES) // (NUM_SAMPLES - 1) == DISTANCE
     assert (NUM_SAMPLES - 1) * DISTANCE == LAST_SAMPLE
-    docstring = str(fingerprint._digest.__doc__).replace(",", "")
+    docstring = str(checkpoint._digest.__doc__).replace(",", "")
     assert f"= {DISTANCE} the" in docstring
     assert f" {LAST_SAMPLE}." in docstring
 

@@ -1,4 +1,4 @@
-"""Quantised matrices: how far the numbers may be off, the product for every shape, and the same tokens in every split."""
+"""Quantized matrices: how far the numbers may be off, the product for every shape, and the same tokens in every split."""
 
 import weakref
 from pathlib import Path
@@ -23,7 +23,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import quantize as quantize_module
 from tramontane.workers.weights import tensor_specs as tensor_names
 from tramontane.workers.weights.quantize import MAX_MAGNITUDE, NUMBER_DTYPES, load_tensor, quantize_weight
-from tramontane.workers.weights.random_weights import random_parameter
+from tramontane.workers.weights.random_checkpoint import random_parameter
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 INT8, FP8, CPU = Quantization.INT8, Quantization.FP8, torch.device("cpu")
@@ -139,7 +139,7 @@ def test_it_multiplies(dtype: torch.dtype, in_features: int, out_features: int, 
 @pytest.mark.parametrize("quantize", Quantization)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matrices_of_several_blocks(dtype: torch.dtype, quantize: Quantization) -> None:
-    """5 rows of 2**19: blocks of 2, 2 and 1, for quantising and for multiplying."""
+    """5 rows of 2**19: blocks of 2, 2 and 1, for quantization and for multiplying."""
     linear = _linear(5, 2**19, dtype, quantize)
     whole_NK = torch.randn(5, 2**19, generator=torch.Generator().manual_seed(0)) * 2**-9.5
     scale_N1 = linear.scale.float()[:, None]
@@ -181,8 +181,8 @@ def _loaded(folder: Path, args: ModelArgs, num_stages: int, quantize: Quantizati
 
 @pytest.mark.parametrize("quantize", Quantization)
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True)])
-def test_matrices_are_quantised_and_nothing_else(moe: bool, tied: bool, quantize: Quantization, tmp_path: Path) -> None:
-    """Of tied embeddings the head is quantised, and the table that tokens are looked up in is not."""
+def test_matrices_are_quantized_and_nothing_else(moe: bool, tied: bool, quantize: Quantization, tmp_path: Path) -> None:
+    """Of tied embeddings the head is quantized, and the table that tokens are looked up in is not."""
     args = tiny_args(n_layers=2, moe=moe, tied=tied)
     folder = write_checkpoint(tmp_path / "model", args)
     worker = StageWorker.load(tiny_plan(args, quantize=quantize).stages[0], folder)
@@ -223,7 +223,7 @@ def test_logits_do_not_depend_on_how_prompts_are_packed(quantize: Quantization, 
 
 @pytest.mark.parametrize(("quantize", "most"), [(INT8, 0.05), (FP8, 0.15)])
 def test_logits_stay_close_to_those_of_the_checkpoint(quantize: Quantization, most: float, tmp_path: Path) -> None:
-    """And are not the same: it is the quantised weights that run."""
+    """And are not the same: it is the quantized weights that run."""
     args = tiny_args(n_layers=4, moe=False)
     folder = write_checkpoint(tmp_path / "model", args)
     prompt = random_ids(60, seed=1)
@@ -234,8 +234,8 @@ def test_logits_stay_close_to_those_of_the_checkpoint(quantize: Quantization, mo
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one piece is quantised nothing else is there as it was stored, and the outcome is that of the whole."""
+def test_a_stage_is_quantized_piece_by_piece(quantize: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one piece is quantized nothing else is there as it was stored, and the outcome is that of the whole."""
     args = tiny_args(n_layers=2)
     folder = write_checkpoint(tmp_path / "model", args)
     plan = tiny_plan(args, quantize=quantize).stages[0]
@@ -257,7 +257,7 @@ def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: P
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-def test_random_weights_can_be_quantised_as_they_are_made(quantize: Quantization) -> None:
+def test_random_weights_can_be_quantized_as_they_are_made(quantize: Quantization) -> None:
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     specs = list(stage_tensors(args, range(args.n_layers)))
     assert any(spec.quantizable for spec in specs)

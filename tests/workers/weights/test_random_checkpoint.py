@@ -17,8 +17,7 @@ from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.weights import random_checkpoint
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
-from tramontane.workers.weights.random_weights import random_state
+from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe=False), "tied": tiny_args(n_layers=2, tied=True)}
@@ -47,16 +46,16 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
     read = unpacked(Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), dtype, "cpu", quantize))
-    heard: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
     made = unpacked(
         random_state(
-            partial(stage_tensors, args, range(2)), args.dtype, dtype, "cpu", quantize, lambda *sizes: heard.append(sizes)
+            partial(stage_tensors, args, range(2)), args.dtype, dtype, "cpu", quantize, lambda *sizes: received.append(sizes)
         )
     )
     assert made.keys() == read.keys()
     assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
-    assert all(num_read == 0 for num_read, _ in heard)
-    assert sum(num_made for _, num_made in heard) == sum(tensor.nbytes for tensor in made.values())
+    assert all(num_read == 0 for num_read, _ in received)
+    assert sum(num_made for _, num_made in received) == sum(tensor.nbytes for tensor in made.values())
 
 
 def test_the_layouts_differ_in_their_rows(tmp_path: Path) -> None:
@@ -69,15 +68,15 @@ def test_the_layouts_differ_in_their_rows(tmp_path: Path) -> None:
     assert not torch.equal(ours, mistrals)
 
 
-def test_no_file_is_larger_than_was_asked_for(tmp_path: Path) -> None:
+def test_no_file_is_larger_than_requested(tmp_path: Path) -> None:
     args, folder, limit = MODELS["mixtral"], tmp_path / "model", 40_000
-    heard: list[int] = []
-    write_random_checkpoint(folder, args, Layout.HUGGING_FACE, heard.append, part_bytes=limit)
+    received: list[int] = []
+    write_random_checkpoint(folder, args, Layout.HUGGING_FACE, received.append, part_bytes=limit)
     files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == len(heard) > 3
+    assert len(files) == len(received) > 3
     assert all(sum(t.nbytes for t in load_file(file).values()) <= limit for file in files)
     index = json.loads((folder / INDEX_NAME).read_text())
-    assert index["metadata"]["total_size"] == sum(heard) == sum(t.nbytes for file in files for t in load_file(file).values())
+    assert index["metadata"]["total_size"] == sum(received) == sum(t.nbytes for file in files for t in load_file(file).values())
     Checkpoint(folder).check(args)
 
 
@@ -85,14 +84,17 @@ def test_the_command_writes_a_preset(tmp_path: Path, capsys: pytest.CaptureFixtu
     make_random("ministral-8b", tmp_path / "model", Scale.SMALL, LayoutName.MISTRAL)
     assert detect_layout(tmp_path / "model") is Layout.MISTRAL
     assert read_model_args(tmp_path / "model") == tiny_variant(PRESETS["ministral-8b"])
-    assert "4 layers" in capsys.readouterr().err
+    writing, written = capsys.readouterr().err.splitlines()
+    assert writing.startswith("writing ")
+    assert "4 layers" in written
     with pytest.raises(ConfigError, match="is not empty; give a folder"):
         make_random("ministral-8b", tmp_path / "model", Scale.SMALL)
-    with pytest.raises(ConfigError, match=r"no preset 'llama'; there are mistral-7b-v0\.1, "):
+    with pytest.raises(ConfigError, match=r"'llama' is no published geometry; there are mistral-7b-v0\.1, "):
         make_random("llama", tmp_path / "other")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         make_random("ministral-8b", tmp_path / "file" / "model", Scale.SMALL)
+    assert capsys.readouterr().err == "", "nothing is announced that is then refused"
 
 
 def test_a_half_written_folder_is_no_model(tmp_path: Path) -> None:

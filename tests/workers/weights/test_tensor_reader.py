@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import DTYPE_BYTES, Quantization
 from tramontane.proto.model_folder import Layout
+from tramontane.workers.device.pinned_memory import PinnedTransfer
 from tramontane.workers.weights import tensor_reader as staging
 from tramontane.workers.weights import tensor_specs as tensor_names
 from tramontane.workers.weights.checkpoint import Checkpoint
@@ -23,12 +24,11 @@ from tramontane.workers.weights.safetensors_file import STORED_TYPES, read_heade
 from tramontane.workers.weights.tensor_reader import (
     DTYPES,
     MIN_PART_BYTES,
-    MmapRows,
     PinnedReader,
     PinnedStagingBuffers,
     ReadRows,
-    Wait,
     open_reader,
+    read_mapped_rows,
 )
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
@@ -36,39 +36,56 @@ ARGS = tiny_args(n_layers=2)
 SIZES = (700, 3 * MIN_PART_BYTES, 1, 9 * MIN_PART_BYTES + 5, 40, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 1, 8)
 
 
-class HostLane:
-    """A device whose memory is the host's, and that is quick."""
+class HostTransfer(PinnedTransfer):
+    """Of a device whose memory is the host's, and that is quick."""
 
-    def new_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        return staged_B.clone(), lambda: None
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
+        return pinned.clone()
+
+    def record(self, device: torch.device) -> Callable[[], None]:
+        return lambda: None
 
 
-class LateLane(HostLane):
-    """A device that fetches nothing before somebody waits for it."""
+class LateTransfer(HostTransfer):
+    """Of a device that fetches nothing before somebody waits for it."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.buffers: set[int] = set()
+        self.newest: tuple[Tensor, Tensor] | None = None
 
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        number = sum(event.startswith("send") for event in self.events)
-        there_B = torch.zeros_like(staged_B)
-        self.events.append(f"send {number}")
-        self.buffers.add(staged_B.data_ptr())
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
+        there_B = torch.zeros_like(pinned)
+        self.events.append(f"send {self._num_sent()}")
+        self.buffers.add(pinned.data_ptr())
+        self.newest = there_B, pinned
+        return there_B
+
+    def record(self, device: torch.device) -> Callable[[], None]:
+        number = self._num_sent() - 1
+        assert self.newest is not None
+        there_B, pinned_B = self.newest
 
         def wait() -> None:
             self.events.append(f"wait {number}")
-            there_B.copy_(staged_B)
+            there_B.copy_(pinned_B)
 
-        return there_B, wait
+        return wait
+
+    def _num_sent(self) -> int:
+        return sum(event.startswith("send") for event in self.events)
 
 
-def _pieces(lane: HostLane, path: Path, sizes: Sequence[int]) -> list[bytes]:
+def _buffers(transfer: HostTransfer) -> PinnedStagingBuffers:
+    return PinnedStagingBuffers(torch.device("cpu"), transfer)
+
+
+def _pieces(transfer: HostTransfer, path: Path, sizes: Sequence[int]) -> list[bytes]:
     """Carried one after the other, and looked at when all are there."""
-    staging_ = PinnedStagingBuffers(lane)
+    staging_ = _buffers(transfer)
     with path.open("rb") as file:
         there = [staging_.upload(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)]
     staging_.close()
@@ -88,21 +105,21 @@ def _cut(path: Path, sizes: Sequence[int]) -> list[bytes]:
 
 
 def test_every_byte_arrives_however_late_copies_are(stored: Path) -> None:
-    assert _pieces(LateLane(), stored, SIZES) == _cut(stored, SIZES)
+    assert _pieces(LateTransfer(), stored, SIZES) == _cut(stored, SIZES)
 
 
 def test_a_piece_is_read_while_the_one_before_is_on_its_way(stored: Path) -> None:
     """And only two buffers are there, however many pieces."""
-    lane = LateLane()
-    _pieces(lane, stored, [100] * 5)
-    assert lane.events == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3", "wait 2", "send 4", "wait 4", "wait 3"]
-    assert len(lane.buffers) == 2
+    late = LateTransfer()
+    _pieces(late, stored, [100] * 5)
+    assert late.events == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3", "wait 2", "send 4", "wait 4", "wait 3"]
+    assert len(late.buffers) == 2
 
 
-def test_a_system_that_gives_less_than_it_was_asked_for_is_asked_again(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_read_is_continued(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = os.preadv
     monkeypatch.setattr(staging.os, "preadv", lambda file, to, start: read(file, [to[0][: 2**17 + 1]], start))
-    assert _pieces(HostLane(), stored, SIZES) == _cut(stored, SIZES)
+    assert _pieces(HostTransfer(), stored, SIZES) == _cut(stored, SIZES)
 
 
 # Tensors of a checkpoint
@@ -124,24 +141,25 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
 def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
-        load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
+        num_read = load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
+        assert num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
     return unpacked(state)
 
 
 def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
-    """Piece by piece, in halves where they are stored as pairs, and counted alike."""
-    found, staging_ = Checkpoint(folder), PinnedStagingBuffers(HostLane())
+    """Piece by piece, and in halves where they are stored as pairs."""
+    found, staging_ = Checkpoint(folder), _buffers(HostTransfer())
     assert len(set(found.files.values())) > 1
-    rows_of = PinnedReader(staging_).rows
+    read_rows = PinnedReader(staging_).read_rows
     num_pieces = 0
     for path, spec in _specs(found):
-        staged, mapped = rows_of(path, spec), MmapRows(path, spec)
-        for here, there in zip(mapped, staged, strict=True):
+        num_read = 0
+        for here, there in zip(read_mapped_rows(path, spec), read_rows(path, spec), strict=True):
             num_pieces += 1
             assert (here.dtype, here.shape) == (there.dtype, there.shape)
             assert torch.equal(here, there)
-            assert mapped.num_read == staged.num_read
-        assert staged.num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
+            num_read += there.nbytes
+        assert num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
     staging_.close()
     assert num_pieces > 2 * len(_specs(found))
 
@@ -149,8 +167,8 @@ def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
 def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quantize: Quantization | None) -> None:
-    found, staging_ = Checkpoint(folder), PinnedStagingBuffers(HostLane())
-    staged = _state(found, PinnedReader(staging_).rows, dtype, quantize)
+    found, staging_ = Checkpoint(folder), _buffers(HostTransfer())
+    staged = _state(found, PinnedReader(staging_).read_rows, dtype, quantize)
     staging_.close()
     loaded = unpacked(found.load(partial(stage_tensors, ARGS, range(2)), dtype, "cpu", quantize))
     assert staged.keys() == loaded.keys()
@@ -163,7 +181,12 @@ def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
 
 def test_only_a_gpu_is_reached_by_way_of_buffers() -> None:
     """Nothing is asked of CUDA before there is something to read."""
-    for device, kind in (("cpu", "MmapRows"), ("meta", "MmapRows"), ("cuda", "rows"), ("cuda:1", "rows")):
+    for device, kind in (
+        ("cpu", "read_mapped_rows"),
+        ("meta", "read_mapped_rows"),
+        ("cuda", "read_rows"),
+        ("cuda:1", "read_rows"),
+    ):
         with open_reader(device) as rows_of:
             assert getattr(rows_of, "__name__", "") == kind
 
@@ -177,14 +200,15 @@ def _first(folder: Path) -> tuple[Path, TensorSpec]:
 
 def test_a_file_that_got_shorter_is_named(folder: Path) -> None:
     path, spec = _first(folder)
-    staging_ = PinnedStagingBuffers(HostLane())
-    rows = PinnedReader(staging_).rows(path, spec)
+    staging_ = _buffers(HostTransfer())
+    reader = PinnedReader(staging_)
+    rows = reader.read_rows(path, spec)
     path.write_bytes(path.read_bytes()[: read_header(path)[spec.name].start + 100])
     with pytest.raises(CheckpointError, match=f"weights file {path} is damaged or truncated: it ends too soon"):
         list(rows)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"weights file {path} cannot be read: No such file"):
-        list(rows)
+        list(reader.read_rows(path, spec))
     staging_.close()
 
 
@@ -199,9 +223,9 @@ def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str
         spec = TensorSpec(spec.name, spec.parameter, (spec.shape[1], spec.shape[0]))
     else:
         spec = TensorSpec("another", spec.parameter, spec.shape)
-    staging_ = PinnedStagingBuffers(HostLane())
+    staging_ = _buffers(HostTransfer())
     with pytest.raises(CheckpointError, match=f"weights file {path} (is missing|is damaged|has no tensor)"):
-        PinnedReader(staging_).rows(path, spec)
+        PinnedReader(staging_).read_rows(path, spec)
     staging_.close()
 
 
@@ -210,12 +234,14 @@ def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
 def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Quantization | None) -> None:
     wanted = partial(stage_tensors, ARGS, range(2))
-    heard: dict[str, list[tuple[int, int]]] = {"cpu": [], "cuda": []}
+    received: dict[str, list[tuple[int, int]]] = {"cpu": [], "cuda": []}
     here, there = (
-        Checkpoint(folder).load(wanted, dtype, device, quantize, lambda *sizes, heard_of=heard_of: heard_of.append(sizes))
-        for device, heard_of in heard.items()
+        Checkpoint(folder).load(
+            wanted, dtype, device, quantize, lambda *sizes, received_of=received_of: received_of.append(sizes)
+        )
+        for device, received_of in received.items()
     )
-    assert heard["cuda"] == heard["cpu"]
+    assert received["cuda"] == received["cpu"]
     assert {tensor.device.type for tensor in there.values()} == {"cuda"}
     for name, held in unpacked(here).items():
         difference = (there[name].cpu().float() - held.float()).abs().max()

@@ -1,0 +1,195 @@
+"""Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not import Ray."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+from tramontane.cluster.ray_internals import table
+
+if TYPE_CHECKING:
+    import grpc
+    from ray.actor import ActorHandle
+    from ray.serve.handle import DeploymentHandle
+
+
+def kv_get(key: str) -> bytes | None:
+    """Read from the cluster's key-value store; None if the key is not there."""
+    value: bytes | None = table.KV_GET.value(key)
+    return value
+
+
+def kv_put(key: str, value: bytes, *, overwrite: bool = True) -> None:
+    """Write to the cluster's key-value store; with ``overwrite=False`` an existing value stays."""
+    table.KV_PUT.value(key, value, overwrite=overwrite)
+
+
+def kv_delete(key: str) -> None:
+    """Remove a key from the cluster's key-value store, if it is there."""
+    table.KV_DELETE.value(key)
+
+
+def actor_state(actor: "ActorHandle[Any]") -> dict[str, Any]:
+    """Return what Ray's table of actors has of this one: ``State``, ``Pid`` and ``Address``; empty if it is unknown."""
+    state: dict[str, Any] = table.ACTORS.value(actor._actor_id.hex())
+    return state
+
+
+def mute_worker_logs() -> AbstractContextManager[None]:
+    """Keep Ray from printing errors of the cluster's processes to our standard output while the block runs.
+
+    It prints also those that it recovers from by itself.
+    """
+    return table.WORKER_LOGS.replaced(False)
+
+
+def keep_loopback_address() -> AbstractContextManager[None]:
+    """Keep Ray from replacing 127.0.0.1 by the machine's outer address while the block runs.
+
+    With the outer address every process of Ray would listen on all interfaces; with 127.0.0.1 none does.
+    """
+    return table.RAY_CLUSTERS_POSSIBLE.replaced(False)
+
+
+def keep_sigterm_handler() -> AbstractContextManager[None]:
+    """Keep Ray from handling SIGTERM while the block runs: it would end the process before anything is removed."""
+    return table.SET_SIGTERM_HANDLER.replaced(lambda sigterm_handler: None)
+
+
+def set_process_title(title: str) -> None:
+    """Set the title under which the system and Ray's dashboard show this process."""
+    table.SET_PROCESS_TITLE.value(title)
+
+
+def json_formatter(fields: tuple[str, ...]) -> logging.Formatter:
+    """Create the formatter of Ray Serve's JSON logs, with these attributes of a record in addition to Ray's."""
+    formatter = table.JSON_FORMATTER.value()
+    formatter.set_additional_log_standard_attrs(list(fields))
+    return formatter  # type: ignore[no-any-return]
+
+
+def import_attribute(path: str) -> Any:  # noqa: ANN401 - whatever the path names
+    """Import ``module:name`` or ``module.name`` as Ray does. Raises ImportError, AttributeError or ValueError."""
+    return table.IMPORT_ATTRIBUTE.value(path)
+
+
+def resolve_cluster_address(address: str) -> str | None:
+    """Return host:port for ``auto`` or host:port. Raises ConnectionError or ValueError."""
+    resolved: str | None = table.RESOLVE_ADDRESS.value(address)
+    return resolved
+
+
+@contextmanager
+def head_channel(address: str) -> "Iterator[grpc.Channel]":
+    """Open a gRPC channel to the head process at host:port."""
+    with table.OPEN_CHANNEL.value(address) as channel:
+        yield channel
+
+
+def ping_head(channel: "grpc.Channel", timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> None:
+    """Ask a head process whether it is alive, as Ray's nodes do. Raises grpc.RpcError, or Ray's AuthenticationError."""
+    table.HEAD_SERVICE.value(channel).CheckAlive(table.CHECK_ALIVE.value(), timeout=timeout_s, metadata=metadata)
+
+
+def stored_token_headers() -> tuple[tuple[str, str], ...]:
+    """Return the headers with the token that Ray finds in the environment or the user's home, whatever RAY_AUTH_MODE says."""
+    loader = table.TOKEN_LOADER.value.instance()
+    if not loader.has_token(ignore_auth_mode=True):
+        return ()
+    return tuple(loader.get_token_for_http_header(ignore_auth_mode=True).items())
+
+
+def serve_controller() -> Any:  # noqa: ANN401 - an actor handle
+    """Return the handle of Ray Serve's controller. Raises ValueError if there is none."""
+    import ray
+
+    return ray.get_actor(table.CONTROLLER_NAME.value, table.CONTROLLER_NAMESPACE.value)
+
+
+def running_serve_options() -> tuple[Any, Any]:
+    """Return the HTTP and the gRPC options that the cluster's Ray Serve was started with."""
+    import ray
+
+    client = table.CLIENT.value()
+    return client.http_config, ray.get(client._controller.get_grpc_config.remote())
+
+
+def is_ha_proxy_enabled() -> bool:
+    """Return whether Ray Serve's HAProxy mode is on, which opens ports on all interfaces."""
+    return bool(table.IS_HA_PROXY.value)
+
+
+def serve_logger() -> logging.Logger:
+    """Return the logger of Ray Serve in this process."""
+    return logging.getLogger(table.SERVE_LOGGER.value)
+
+
+def current_request_id() -> str:
+    """Return the id of the request that this task works on: a gRPC client's ``request_id``, or one that Ray Serve made."""
+    return str(table.REQUEST_CONTEXT.value().request_id)
+
+
+def internal_request_id() -> str:
+    """Return the id by which Ray Serve finds the calls of this task's request; empty before it has a replica."""
+    return str(table.REQUEST_CONTEXT.value()._internal_request_id)
+
+
+def bind_request_id(context: Context, request_id: str) -> None:
+    """Let calls that are made in ``context`` belong to this request in logs of other replicas."""
+    context.run(table.CURRENT_CONTEXT.value.set, table.MAKE_CONTEXT.value(request_id=request_id))
+
+
+def cancel_calls(internal_id: str) -> None:
+    """Cancel the calls of a request, by its internal id, that have not ended, whatever the proxy is doing.
+
+    Ray Serve itself cancels the call of a client that leaves if the proxy waits for the replica at that moment. It forgets the
+    call if the proxy is writing to the client, or has just made the call: the replica then works for no client, and what it
+    sends stays in gRPC's buffers, in pieces of 64 KiB, until the proxy ends.
+    """
+    if internal_id:
+        for call in tuple(table.IN_FLIGHT.value(internal_id).values()):
+            call.cancel()
+
+
+def is_tracing_enabled() -> bool:
+    """Return whether Ray Serve makes spans in this process."""
+    return bool(table.IS_TRACING.value())
+
+
+def bind_trace(context: Context) -> None:
+    """Let calls that are made in ``context`` belong to the trace of the current request, if there is one."""
+    if is_tracing_enabled() and (trace := table.TRACE_CONTEXT.value()) is not None:
+        context.run(table.SET_TRACE_CONTEXT.value, trace)
+
+
+def set_proxy_tracing(exporter_path: str, sampling_ratio: float) -> None:
+    """Set the exporter and the ratio that a proxy sets its tracing up with, in place of its environment variables."""
+    table.TRACING_EXPORTER.replace(exporter_path)
+    table.TRACING_RATIO.replace(sampling_ratio)
+
+
+def configure_handle(handle: "DeploymentHandle[Any]", *, by_reference: bool, **options: Any) -> "DeploymentHandle[Any]":  # noqa: ANN401
+    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or gRPC between replicas."""
+    return handle.options(_by_reference=by_reference, **options)
+
+
+def connect_handle(handle: Any) -> None:  # noqa: ANN401 - DeploymentHandle, whose types lack this
+    """Connect a deployment handle from a process that is no replica, unless it is connected.
+
+    Its router has a loop of its own there, whatever ``ray_settings.SERVE_SETTINGS`` says of replicas.
+    """
+    if not handle.is_initialized:  # Ray Serve returns the same handle again
+        handle._init(_run_router_in_separate_loop=True)
+
+
+async def broadcast_results(response: Any) -> list[Any]:  # noqa: ANN401 - DeploymentBroadcastResponse
+    """Return one pending result per replica, with ``get_async`` and ``cancel``; ``results_async`` would fail if any does."""
+    results: list[Any] = await response._fetch_replica_results_async()
+    return results
+
+
+def is_streaming(streaming_type: Any) -> bool:  # noqa: ANN401 - gRPCStreamingType
+    """Return whether a gRPC method of this type answers with a stream."""
+    kinds = table.GRPC_STREAMING_TYPE.value
+    return streaming_type in (kinds.UNARY_STREAM, kinds.STREAM_STREAM)

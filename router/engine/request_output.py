@@ -1,0 +1,89 @@
+"""The output of one request on its way to the client: merged until it is read, and kept to continue elsewhere."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tramontane.proto.errors import TramontaneError
+from tramontane.proto.request import RequestOutput, SequenceRequest
+
+
+class OutputQueue:
+    """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads."""
+
+    def __init__(self) -> None:
+        self._batches: list[RequestOutput] = []
+        self._error: TramontaneError | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, item: RequestOutput | TramontaneError) -> None:
+        """Add an output, or the error that ends the request."""
+        if isinstance(item, RequestOutput):
+            self._batches.append(item)
+        else:
+            self._error = item
+        self._filled.set()
+
+    async def get(self) -> RequestOutput:
+        """Return all outputs as one, waiting for the first. Raises an error that was put, after the outputs."""
+        await self._filled.wait()
+        if not self._batches:
+            assert self._error is not None
+            raise self._error
+        batch, self._batches = RequestOutput.merge(self._batches), []
+        if self._error is None:
+            self._filled.clear()
+        return batch
+
+
+class ResumableRequest:
+    """A request with the tokens received so far, so that another router can continue it after one was lost.
+
+    It numbers sequences as the client's request does; a router that gets only the unfinished ones numbers these from 0.
+    Of three sequences the second has ended: the next router gets the first and the third, whose number there is 1.
+    """
+
+    def __init__(self, specs: Sequence[SequenceRequest]) -> None:
+        self._specs = specs
+        self._output_ids = [list(spec.output_ids) for spec in specs]
+        self._unfinished = dict.fromkeys(range(len(specs)))
+        self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
+        self._submitted = list(self._unfinished)  # the request's numbers of what the present router works on
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sequences have ended."""
+        return not self._unfinished
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._unfinished)
+
+    def remaining_specs(self) -> Sequence[SequenceRequest]:
+        """Return what is left to do, for the next router."""
+        self._submitted = list(self._unfinished)
+        return [
+            replace(self._specs[number], output_ids=tuple(self._output_ids[number]), already_admitted=self.was_accepted)
+            for number in self._submitted
+        ]
+
+    def record(self, batch: RequestOutput) -> RequestOutput:
+        """Record an output of the present router; return it with the request's own numbers."""
+        if len(self._submitted) < len(self._specs):
+            batch = remap_seq_ids(batch, self._submitted)
+        for number, token_id, finish in batch.events:
+            self._output_ids[number].append(token_id)
+            if finish is not None:
+                del self._unfinished[number]
+        return batch
+
+
+def remap_seq_ids(batch: RequestOutput, numbers: Sequence[int]) -> RequestOutput:
+    """Replace every sequence id i by ``numbers[i]``."""
+    return replace(
+        batch,
+        events=tuple(event._replace(seq_id=numbers[event.seq_id]) for event in batch.events),
+        experts=tuple(choices._replace(seq_id=numbers[choices.seq_id]) for choices in batch.experts),
+        logprobs=tuple(logprobs._replace(seq_id=numbers[logprobs.seq_id]) for logprobs in batch.logprobs),
+    )

