@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tramontane.cluster.ray_internals.accessors import json_formatter
+from tramontane.cluster.ray_internals.accessors import json_formatter, serve_logger
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -34,6 +34,13 @@ class LogSettings:
         handler.setFormatter(json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT))
         handler.addFilter(ContextFilter({"component": component, **fields}))
         self.install(handler)
+
+    def to_stderr_with_serve(self, component: str) -> None:
+        """Log to standard error, and have Ray Serve's warnings in this process written in the same format."""
+        self.to_stderr(component)
+        ray_serve = serve_logger()
+        ray_serve.handlers[:] = logging.getLogger(ROOT_LOGGER).handlers
+        ray_serve.setLevel(logging.WARNING)  # a command reports its own progress
 
     def install(self, handler: logging.Handler) -> None:
         """Send the records of our loggers to this handler only."""

@@ -83,7 +83,7 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
 
     Raises UserError before anything is started if something cannot work.
     """
-    config.logs.to_stderr("command")
+    config.logs.to_stderr_with_serve("command")
     if config.log_format == "json":
         report, show_loading = _log_progress, lambda _: None
     assert_supported(RAY_SYMBOLS, SERVE_SYMBOLS)
@@ -176,7 +176,6 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
 
 
 def _start_serve(config: EngineConfig) -> None:
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process, which reports what matters
     options = HTTPOptions(host=config.host, port=config.port)
     try:
         serve.start(

@@ -75,6 +75,21 @@ def test_a_line_of_text_says_who_and_when(capsys: pytest.CaptureFixture[str]) ->
     assert line.endswith(" supervisor -- request mine failed")
 
 
+@pytest.mark.usefixtures("_own_logging")
+def test_warnings_of_ray_serve_in_a_command_have_its_format(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_serve = logging.getLogger("ray.serve")
+    monkeypatch.setattr(ray_serve, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(ray_serve, "level", logging.INFO)
+    LogSettings("json").to_stderr_with_serve("command")
+    ray_serve.info("deploying")
+    ray_serve.warning("failed to get the length of a queue")
+    (line,) = capsys.readouterr().err.splitlines()
+    entry = json.loads(line)
+    assert (entry["component"], entry["message"]) == ("command", "failed to get the length of a queue")
+
+
 class _Kept(logging.Handler):
     """A handler of Ray Serve's."""
 
