@@ -14,6 +14,7 @@ from tramontane.cluster.serving.app import APPLICATION
 
 POLL_INTERVAL_S = 0.1
 BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
+END_TIMEOUT_S = 15.0  # for the remaining streams to receive their error before the server is removed
 
 Report = Callable[[str], None]
 
@@ -22,6 +23,15 @@ def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -
     """Drain, then end the remaining requests with an error that says why."""
     if num_left := drain(timeout_s, report, cancelled):
         report(f"ending {num_left} request{'s' * (num_left != 1)}")
+        _end_all()
+
+
+def _end_all() -> None:
+    """End all requests, and wait until no ingress replica has one: an error that is still to be sent is lost with its proxy."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    _broadcast("end_all")
+    while num_unfinished() and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
         _broadcast("end_all")
 
 

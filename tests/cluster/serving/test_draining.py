@@ -137,11 +137,17 @@ def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
     assert said == [f"finishing {left}, for 3600 s at most" for left in ("3 requests", "2 requests", "1 request")]
 
 
-def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str], is_signalled: bool) -> None:
+    draining.stop(*((3600, lambda _: None, lambda _: True) if is_signalled else (0, lambda _: None, lambda _: False)))
+    ended_until_none_has_one = ["end_all", "drain"] * 4  # the first of the five answers is that of draining
+    assert ingress == ["noted tramontane", "drain", *ended_until_none_has_one]
+
+
+def test_requests_that_cannot_be_ended_do_not_keep_the_server(ingress: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "END_TIMEOUT_S", 0.0)
     draining.stop(0, lambda _: None, lambda _: False)
-    assert ingress == ["noted tramontane", "drain", "end_all"]
-    draining.stop(3600, lambda _: None, lambda _: True)
-    assert ingress == ["noted tramontane", "drain", "end_all"] * 2
+    assert ingress == ["noted tramontane", "drain", "end_all", "drain"]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
