@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,13 @@ def _user(*contents: str) -> list[ChatMessage]:
 
 def _reference(path: Path, messages: Sequence[ChatMessage]) -> list[int]:
     written: list[Any] = [{"role": m.role, "content": m.content} for m in messages]
-    tokens: list[int] = MistralTokenizer.from_file(path).encode_chat_completion(ChatCompletionRequest(messages=written)).tokens
+    tokens: list[int] = _mistral_common(path).encode_chat_completion(ChatCompletionRequest(messages=written)).tokens
     return tokens
+
+
+@cache
+def _mistral_common(path: Path) -> MistralTokenizer:
+    return MistralTokenizer.from_file(path)
 
 
 def _chat(folder: Path) -> ChatTemplate:
@@ -62,17 +68,23 @@ def _chat(folder: Path) -> ChatTemplate:
 
 def _of_fine_tune(folder: Path, template: str, added: Sequence[str] = (), *, special: bool = True) -> Path:
     """A fine-tune of Mistral 7B: Hugging Face's tokenizer with tokens and a chat template of its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(_json_with(tuple(added), special), encoding="utf-8")
+    described = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+@cache
+def _json_with(added: tuple[str, ...], special: bool) -> str:
+    """Mistral 7B's tokenizer.json with these tokens."""
     data = json_of_sentencepiece(SENTENCEPIECE["v1"])
     for content in added:
         token_id = len(data["model"]["vocab"])
         data["model"]["vocab"][content] = token_id
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
         data["added_tokens"].append({"id": token_id, "content": content} | flags)
-    folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    described = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
-    return folder
+    return json.dumps(data)
 
 
 CONVERSATIONS = [
@@ -335,7 +347,7 @@ def _reference_with_tools(path: Path) -> list[int]:
     ]
     tools: list[Any] = TOOLS
     request = ChatCompletionRequest(messages=written, tools=tools)
-    tokens: list[int] = MistralTokenizer.from_file(path).encode_chat_completion(request).tokens
+    tokens: list[int] = _mistral_common(path).encode_chat_completion(request).tokens
     return tokens
 
 
