@@ -112,6 +112,7 @@ def main() -> None:
     hide_secrets_in_title(sys.argv)
     try:
         code = app(prog_name="tramontane", standalone_mode=False)
+        sys.stdout.flush()  # at exit an error of the rest would be the interpreter's
     except typer.TyperException as error:
         code = _print_error(_usage_error(error), 2)
     except TramontaneError as error:

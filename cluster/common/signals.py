@@ -121,6 +121,20 @@ def defer_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def keep_handler(number: int) -> Iterator[None]:
+    """Install the handler of a signal again after the block, in which native code may have replaced it.
+
+    Ray's library does that with SIGTERM as it starts: it prints its stack, calls the handler that it found, and aborts the
+    process three seconds later, in the middle of a clean-up that takes longer. Only the main thread can install handlers.
+    """
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+
+
 async def cancel_on_signal(work: Coroutine[Any, Any, Result]) -> Result:
     """Await ``work``; any of the signals cancels it."""
     Interrupts()

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import AuthenticationError, RayError
 
-from tramontane.cluster.common.signals import defer_signals
+from tramontane.cluster.common.signals import defer_signals, keep_handler
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
 from tramontane.cluster.ray_internals.accessors import (
@@ -95,12 +96,12 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
 
 @contextmanager
 def _starting_ray() -> Iterator[None]:
-    """Defer signals while Ray starts, and keep Ray from installing its handler of SIGTERM.
+    """Defer signals while Ray starts, and keep Ray and its library from handling SIGTERM.
 
     Python crashes at its exit if Ray is left half started.
     """
     try:
-        with keep_sigterm_handler(), defer_signals():
+        with keep_handler(signal.SIGTERM), keep_sigterm_handler(), defer_signals():
             yield
     except KeyboardInterrupt:
         ray.shutdown()

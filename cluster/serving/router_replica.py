@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -89,8 +89,7 @@ class RouterReplica:
                 await asyncio.wait([self._acquiring])  # it removes what it has begun to create
             return
         self._driving.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._driving
+        await asyncio.wait([self._driving])  # a defect that has ended it does not keep the pipeline from being removed
         if not self._is_given_up:  # else the next replica adopts the pipeline with its loaded weights
             await self._exit.aclose()
 

@@ -106,13 +106,16 @@ class PageAllocator:
         sequence.pages, sequence.reserved_pages, sequence.num_paged_positions, sequence.num_reserved_positions = [], [], 0, 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Assert that free and held pages are all pages, each exactly once, and that reservations add up."""
+        """Assert that free and held pages are all pages, each exactly once, and that reservations are complete and add up."""
         holders = list(holders)
         for index, window_class in enumerate(self.cache.classes):
             held = [page for sequence in holders for page in sequence.pages[index]]
             assert sorted(self._free[index] + held) == list(range(window_class.num_pages))
             assert self._reserved[index] == sum(s.reserved_pages[index] for s in holders) <= window_class.num_pages
             assert all(len(s.pages[index]) <= s.reserved_pages[index] for s in holders)
+            if window_class.window is not None:
+                ring = [window_class.pages_for(s.max_cached, self.cache.page_size) for s in holders]
+                assert [s.reserved_pages[index] for s in holders] == ring
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
         """Return the pages needed to begin: with a window all that it can ever need, else for its known tokens and one more."""

@@ -124,13 +124,6 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
     assert (short.exit_code, short.stdout) == (0, long.stdout)
 
 
-def test_a_full_disk_behind_standard_output_is_one_line() -> None:
-    command = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "config"]
-    with Path("/dev/full").open("w") as full:
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert (run.returncode, run.stderr) == (1, b"error: the output cannot be written: No space left on device\n")
-
-
 # ---- the configuration file
 
 
@@ -427,3 +420,31 @@ def test_a_switch_overrides_a_file_in_either_direction(tmp_path: Path, switch: s
     (file := tmp_path / "file.yaml").write_text(f"local: {'false' if expected == 'true' else 'true'}\n")
     shown = CliRunner().invoke(cli.app, ["config", "--config", str(file), switch]).stdout
     assert re.search(f"^local: {expected} +# {switch}$", shown, re.MULTILINE), shown
+
+
+# ---- output that cannot be written
+
+
+def _run_with_output(stdout: int, *arguments: str) -> tuple[int, str]:
+    """Run the command in a process of its own, with a buffer for its output; return its status and standard error."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "tramontane.cluster.cli", *arguments]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "--json"], ["config", "--markdown"]])
+def test_a_reader_who_has_closed_the_pipe_sees_no_traceback(arguments: list[str]) -> None:
+    """Little output is in the buffer until the command ends, and much is not."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert _run_with_output(writer, *arguments) == (1, "")
+    os.close(writer)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "--json"], ["config", "--markdown"]])
+def test_a_full_disk_behind_standard_output_is_one_line(arguments: list[str]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert _run_with_output(full, *arguments) == (1, "error: the output cannot be written: No space left on device\n")
+    os.close(full)

@@ -1,5 +1,6 @@
 """Ctrl-C while Ray is being started: it is finished and then shut down, since a half started one ends Python in a crash."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -41,6 +42,17 @@ def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
         happened.append("used")
     assert happened == ["started", "shut down"]
     assert [signal.getsignal(each) for each in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
+
+
+def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's library aborts the process three seconds after a SIGTERM that it handles, whatever is still to be removed."""
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    monkeypatch.setattr(ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN)))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with local_ray_cluster(num_cpus=1):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
 
 
 def test_a_second_signal_breaks_off() -> None:

@@ -4,12 +4,15 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from http_fuzz import check_error
 from pydantic import SecretStr
@@ -127,6 +130,25 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert not _allows(keys, f"Bearer {KEY}")
     file.write_text(f"{KEY}\n{OTHER}")
     assert _allows(keys, f"Bearer {KEY}")
+
+
+@pytest.mark.parametrize("how", ["replaced", "written to"])
+def test_a_file_whose_key_was_exchanged_for_one_of_equal_length_is_read_again(tmp_path: Path, how: str) -> None:
+    """Its size and its time of modification are those of before: a revoked key must not stay good."""
+    file, key, other = tmp_path / "keys", "sk-a-key", "sk-b-key"
+    file.write_text(key)
+    before = file.stat()
+    keys = _keys(file=file)
+    assert _allows(keys, f"Bearer {key}")
+    if how == "replaced":
+        (tmp_path / "new").write_text(other)
+        (tmp_path / "new").replace(file)
+    while how == "written to" and file.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has moved
+        file.write_text(other)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert not _allows(keys, f"Bearer {key}")
+    assert _allows(keys, f"Bearer {other}")
 
 
 def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +360,22 @@ def test_ray_gets_a_command_line_without_keys() -> None:
         assert "--api-key=***" in reported
         assert KEY not in reported
         assert OTHER not in reported
+
+
+def test_no_key_is_seen_in_the_command_line_of_a_command_that_runs() -> None:
+    """The server that it calls reads it as ps does, while the command waits for an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "tramontane.cluster.cli", "batch", "list", "--url", url, "--api-key", KEY]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            try:
+                server.accept()[0].close()
+            finally:
+                shown = " ".join(psutil.Process(process.pid).cmdline())
+                process.kill()
+    assert f"{url} --api-key ***" in shown
+    assert KEY not in shown
 
 
 # The other side

@@ -200,7 +200,11 @@ def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(cha
 def test_the_counts_of_an_ingress_are_reported_once() -> None:
     stand_ins, counts = StandIns(), RequestStats(lambda: 3.0)
     metrics = RequestMetrics(stand_ins, counts, "batch")
-    counts.first_token_s.add(0.5)
+    samples = (counts.first_token_s, counts.inter_token_s, counts.whole_s, counts.queue_s)
+    for number, buffer in enumerate(samples, 1):
+        buffer.add(number / 2)
+        buffer.add(float(number))
+    counts.generation_tokens += 7
     counts.refused["full"] += 2
     counts.finished[FinishReason.STOP] += 3
     counts.prompt_tokens += 40
@@ -208,10 +212,16 @@ def test_the_counts_of_an_ingress_are_reported_once() -> None:
     metrics.export()
     counts.finished[FinishReason.ABORT] += 1
     metrics.export()
-    assert stand_ins.histograms["time_to_first_token_seconds"].values == [0.5]
+    assert {name: histogram.values for name, histogram in stand_ins.histograms.items()} == {
+        "time_to_first_token_seconds": [0.5, 1.0],
+        "inter_token_latency_seconds": [1.0, 2.0],
+        "e2e_request_latency_seconds": [1.5, 3.0],
+        "request_queue_time_seconds": [2.0, 4.0],
+    }
     assert stand_ins.counted("requests_refused") == {"full": 2}
     assert stand_ins.counted("request_success") == {"stop": 3, "abort": 1}
     assert stand_ins.counted("prompt_tokens") == {"": 40}
+    assert stand_ins.counted("generation_tokens") == {"": 7}
     assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in REQUEST_METRICS}
 
 

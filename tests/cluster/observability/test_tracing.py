@@ -1,12 +1,13 @@
 """Spans of requests: what Ray Serve gets of them, and what a router adds below its own."""
 
 import math
+from collections.abc import Sequence as Spans
 from types import SimpleNamespace
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from ray.serve._private import tracing_utils
 from ray.serve.schema import TracingConfig
@@ -82,9 +83,33 @@ def test_a_name_without_a_colon_is_not_looked_for(exporter: str) -> None:
     assert str(error.value) == f"--tracing-exporter is {exporter!r}; it must be otlp, file or MODULE:FUNCTION"
 
 
-def test_a_collector_gets_spans_in_bunches() -> None:
+class Collector(SpanExporter):
+    """Keeps the names of the spans of each call to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def export(self, spans: Spans[ReadableSpan]) -> SpanExportResult:
+        self.calls.append([span.name for span in spans])
+        return SpanExportResult.SUCCESS
+
+
+def test_a_collector_gets_spans_in_bunches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for twenty spans, in the order of their ends, and none while a request waits for it."""
+    collector = Collector()
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # ms until it is called for fewer spans than make a bunch
+    monkeypatch.setattr(tracing, "import_module", {tracing.OTLP: SimpleNamespace(OTLPSpanExporter=lambda: collector)}.get)
     (processor,) = otlp()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    names = [f"span {number}" for number in range(20)]
+    for name in names:
+        provider.get_tracer("test").start_span(name).end()
+    assert collector.calls == []
+    assert processor.force_flush()
+    assert collector.calls == [names]
     processor.shutdown()
+    assert collector.calls == [names]
 
 
 def test_a_router_reports_where_a_requests_time_went(spans: InMemorySpanExporter) -> None:

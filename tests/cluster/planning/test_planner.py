@@ -242,6 +242,16 @@ def test_pages_are_for_max_num_seqs_where_memory_is_plenty() -> None:
     assert [(c.window, c.ring_pages, c.num_pages) for c in plan.cache.classes] == [(24, 3, 21), (None, 63, 441)]
 
 
+@pytest.mark.parametrize(("num_pages", "max_num_seqs"), [(63, 63), (64, 64), (65, 64)])
+def test_there_are_no_more_sequences_than_pages(num_pages: int, max_num_seqs: int) -> None:
+    """Each holds at least a page: more rows in the stages' page tables would never be used."""
+    args = tiny_args(n_layers=1, window=None, max_seq_len=320, moe=False)
+    page_bytes = kv_bytes_per_position(args, "float32") * 16
+    plan = make_plan(args, _request(args, max_num_seqs=64, kv_cache_memory=num_pages * page_bytes))
+    assert plan.cache.classes[0].num_pages == num_pages
+    assert plan.max_num_seqs == plan.stages[0].max_num_seqs == max_num_seqs
+
+
 def test_the_poorest_stage_counts_the_pages() -> None:
     """Three layers in two stages: the stage with two of them can hold half as many pages, and all stages have its number."""
     args = tiny_args(n_layers=3, window=24, moe=False)

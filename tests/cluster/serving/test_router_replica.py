@@ -1,10 +1,13 @@
-"""When a Router replica calls itself healthy, and which pipelines are its own; without Ray."""
+"""When a Router replica calls itself healthy, and which pipelines are its own; without Ray.
+
+The replicas are real: their surroundings are the test's, that is Ray Serve, the pipeline and the router that drives it.
+"""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,233 +23,378 @@ from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipel
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.cluster.serving import router_replica
 from tramontane.cluster.serving.router_replica import MAX_FAILED_STARTS, RouterReplica
-from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.router.engine.activity_log import PipelineActivity
-from tramontane.router.scheduling.admission import SchedulerLimits
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.sequence import Sequence as Prompt
+
+FINGERPRINT = (("config.json", "abc"),)
 
 
-@dataclass
 class StubRouter:
-    epoch: int
-    is_ready: bool = True
-    failure: PipelineError | None = None
-    loss: PipelineError | None = None
-    is_healthy: bool = True
-    is_failing: bool = False
+    """A router in the state that the test gives it; ``end`` ends its run."""
 
-    @property
-    def health(self) -> Any:  # noqa: ANN401
-        return SimpleNamespace(is_failing=self.is_failing)
+    def __init__(self, scheduler: Scheduler, previous: Any, changes: dict[str, Any]) -> None:  # noqa: ANN401
+        self.scheduler, self.previous = scheduler, previous
+        self.is_ready, self.is_healthy = True, True
+        self.failure: BaseException | None = None
+        self.loss: PipelineError | None = None
+        self.health = SimpleNamespace(is_failing=False, num_recoveries=3)
+        self._ended = asyncio.Event()
+        self._defect: Exception | None = None
+        self.change(**{"epoch": 7} | changes)
 
-    async def run(self) -> None:
-        """It has ended."""
+    def change(self, **changes: Any) -> None:  # noqa: ANN401
+        """Set its epoch, whether it ``is_failing``, or an attribute."""
+        for name, value in changes.items():
+            owner = {"epoch": self.scheduler, "is_failing": self.health}.get(name, self)
+            assert hasattr(owner, name)
+            setattr(owner, name, value)
 
     @property
     def is_attached(self) -> bool:
         return self.is_ready
 
-    @property
-    def scheduler(self) -> Any:  # noqa: ANN401
-        return SimpleNamespace(epoch=self.epoch, is_idle=True)
+    async def run(self) -> None:
+        await self._ended.wait()
+        if self._defect is not None:
+            raise self._defect
+
+    def end(self, defect: Exception | None = None) -> None:
+        self._defect = defect
+        self._ended.set()
 
     def request_recovery(self, error: PipelineError) -> None:
         self.loss = error
 
 
-class Undriven(RouterReplica):
-    """Made without a pipeline, so there is nothing to remove."""
-
-    is_superseded = False
+class Chain:
+    """Stages that answer when the test lets them, with the epoch that they obey, or with what they raise."""
 
     def __init__(self) -> None:
-        pass
-
-    async def _is_superseded(self) -> bool:
-        return self.is_superseded
-
-    def __del__(self) -> None:
-        pass
-
-
-def _replica(router: StubRouter, driving: "asyncio.Future[None]", num_failed_starts: int = 0) -> Any:  # noqa: ANN401
-    replica: Any = Undriven()
-    replica._router, replica._driving, replica._num_failed_starts = router, driving, num_failed_starts
-    replica._health_check, replica._name = None, "replica"
-    return replica
-
-
-def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making() -> None:
-    removed = []
-
-    @asynccontextmanager
-    async def without_room() -> AsyncIterator[None]:
-        try:
-            await asyncio.get_running_loop().create_future()
-            yield
-        finally:
-            await asyncio.sleep(0)
-            removed.append("the pipeline")
-
-    async def scenario() -> None:
-        replica: Any = Undriven()
-        replica._driving, replica._acquiring = None, asyncio.create_task(without_room().__aenter__())
-        await asyncio.sleep(0)
-        await RouterReplica.__del__(replica)
-        assert removed == ["the pipeline"]
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove() -> None:
-    replica: Any = Undriven()
-    replica._driving = replica._acquiring = None
-    asyncio.run(RouterReplica.__del__(replica))
-
-
-def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start() -> None:
-    async def scenario() -> None:
-        driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        failure = PipelineError("a stage is loading")
-        down = StubRouter(0, is_ready=False, failure=failure)
-        await _replica(down, driving, MAX_FAILED_STARTS - 1).check_health()
-        with pytest.raises(PipelineError, match="a stage is loading"):
-            await _replica(down, driving, MAX_FAILED_STARTS).check_health()
-        await _replica(StubRouter(7), driving, MAX_FAILED_STARTS).check_health()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("makes_progress", [True, False])
-def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_next(makes_progress: bool) -> None:
-    closed: list[str] = []
-
-    async def scenario() -> None:
-        router = StubRouter(7)
-        replica = _replica(router, asyncio.create_task(asyncio.Event().wait()))
-        replica._exit = AsyncExitStack()
-        replica._exit.callback(closed.append, "the pipeline")
-        router.is_healthy = False
-        with pytest.raises(PipelineError, match="nothing was done"):
-            await replica.check_health()
-        router.is_healthy = makes_progress
-        with suppress(PipelineError):
-            await replica.check_health()
-        await RouterReplica.__del__(replica)
-
-    asyncio.run(scenario())
-    assert closed == ["the pipeline"] * makes_progress
-
-
-def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None:
-    async def scenario() -> None:
-        replica = _replica(StubRouter(7, False, LeaseError("driven by another")), asyncio.get_running_loop().create_future())
-        replica.is_superseded, replica._streams = True, IngressStreams("replica")
-        await replica.check_health()
-        refusal, name = wire.decode_error(await replica.generate("ingress", 1, b"", ""))
-        assert (type(refusal), name) == (PipelineSupersededError, "replica")
-
-    asyncio.run(scenario())
-
-
-def test_a_router_that_lost_its_lease_or_its_loop_is_not_healthy() -> None:
-    async def scenario() -> None:
-        driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with pytest.raises(PipelineError, match="driven by another"):
-            await _replica(StubRouter(7, False, LeaseError("driven by another")), driving).check_health()
-        driving.set_result(None)
-        with pytest.raises(PipelineError, match="drives no pipeline"):
-            await _replica(StubRouter(7), driving).check_health()
-
-    asyncio.run(scenario())
-
-
-def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Router after router has it obey, and then nothing comes back."""
-    monkeypatch.setattr(router_replica, "RETRY_INTERVAL_S", 0.0)
-
-    async def scenario() -> None:
-        replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
-        replica._new_router = lambda _before: StubRouter(8, is_failing=True)
-        driving = asyncio.create_task(RouterReplica._drive(replica))
-        while replica._num_failed_starts < MAX_FAILED_STARTS:
-            await replica.check_health()
-            await asyncio.sleep(0)
-        driving.cancel()
-        with pytest.raises(PipelineError, match="drives no pipeline"):
-            await replica.check_health()
-        assert not replica._is_given_up, "so that it is removed, and made anew"
-        replica._router = StubRouter(10)
-        await replica.check_health()
-
-    asyncio.run(scenario())
-
-
-class Chain:
-    """Stages that answer when the test lets them, with the epoch that they obey."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.answers, self.num_requests = epoch, asyncio.Event(), 0
+        self.epoch, self.answers, self.num_requests = 7, asyncio.Event(), 0
+        self.reported: list[Any] | PipelineError | None = None
 
     async def health(self) -> list[Any]:
         self.num_requests += 1
         await self.answers.wait()
-        return [SimpleNamespace(epoch=self.epoch)] * 2
+        if isinstance(self.reported, PipelineError):
+            raise self.reported
+        return [SimpleNamespace(epoch=self.epoch)] * 2 if self.reported is None else self.reported
 
 
-def test_a_stage_without_an_epoch_is_found_by_a_health_check() -> None:
+@dataclass
+class Surroundings:
+    """What a replica is given and what it does with it."""
+
+    plan: PipelinePlan = field(default_factory=lambda: tiny_plan(tiny_args(n_layers=8), 2))
+    is_superseded: bool = False
+    has_room: bool = True
+    record_error: PipelineError | None = None
+    next_router: dict[str, Any] = field(default_factory=dict)  # what is different of the routers that it makes from now on
+    routers: list[StubRouter] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    periodic: list[Callable[[], None]] = field(default_factory=list)
+    exported: list[Any] = field(default_factory=list)
+    is_entered: bool = False
+    chain: Chain = field(init=False)
+
+    @property
+    def router(self) -> StubRouter:
+        return self.routers[-1]
+
+    @asynccontextmanager
+    async def pipeline(self, *_: object) -> AsyncIterator[tuple[Any, Chain]]:
+        self.is_entered, self.chain = True, Chain()
+        try:
+            if not self.has_room:
+                await asyncio.get_running_loop().create_future()
+            yield SimpleNamespace(name="app-1", plan=self.plan, expert_actors=None), self.chain
+        finally:
+            await asyncio.sleep(0)
+            self.removed.append("the pipeline")
+
+    def make_router(
+        self,
+        scheduler: Scheduler,
+        chain: Chain,
+        *,
+        step_timeout_s: float,
+        activity: ActivityLog,
+        previous: Any = None,  # noqa: ANN401
+    ) -> StubRouter:
+        assert chain is self.chain
+        assert step_timeout_s > 0
+        assert activity is not None
+        self.routers.append(StubRouter(scheduler, previous, self.next_router))
+        return self.router
+
+    async def follow(self, **changes: Any) -> StubRouter:  # noqa: ANN401
+        """End the router that drives the pipeline; return the one that follows it, with these changes."""
+        self.next_router, before = changes, self.router
+        before.end()
+        while self.router is before:
+            await asyncio.sleep(0)
+        assert self.router.previous is before.health
+        return self.router
+
+    def record_deployment(self, application: str, deployed_at: int) -> None:
+        assert (application, deployed_at) == ("app", 5)
+        if self.record_error is not None:
+            raise self.record_error
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
+    around = Surroundings()
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="replica"), app_name="app")
+    metrics = SimpleNamespace(export=around.exported.append)
+    replaced: dict[str, Any] = {
+        "serve": SimpleNamespace(get_replica_context=lambda: replica),
+        "use_serve_log": lambda *_, **__: None,
+        "bind_internal_port_to_node": lambda: None,
+        "record_deployment": around.record_deployment,
+        "is_superseded": lambda *_: around.is_superseded,
+        "adopt_or_create_pipeline": around.pipeline,
+        "MetricFactory": lambda: None,
+        "PipelineMetrics": lambda *_: metrics,
+        "start_periodic_thread": lambda _, work: around.periodic.append(work),
+        "ActivityLog": log_of,
+        "Router": around.make_router,
+        "RETRY_INTERVAL_S": 0.0,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(router_replica, name, value)
+    return around
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What stops a replica if it is awaited."""
+
+    replica: RouterReplica
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return RouterReplica.__del__(self.replica).__await__()
+
+
+class Collected(RouterReplica):
+    """A replica that Python may collect, which does not await what it calls."""
+
+    def __del__(self) -> Stop:  # type: ignore[override]
+        return Stop(self)
+
+
+def _new() -> tuple[Any, Coroutine[Any, Any, None]]:
+    """Return a replica and its constructor, which Ray Serve awaits."""
+    replica: Any = Collected.__new__(Collected)
+    config = EngineConfig.build(None, {"stages": 2})
+    return replica, replica.__init__(config, FINGERPRINT, launched=True, owns_serve=False, deployed_at=5)
+
+
+def _run(around: Surroundings, scenario: Callable[[Any], Awaitable[None]]) -> list[str]:
+    """Run a scenario with a replica that has started, stop the replica, and return what that has removed."""
+
+    async def run() -> list[str]:
+        replica, start = _new()
+        await start
+        try:
+            await scenario(replica)
+        finally:
+            await replica.__del__()
+        return [*around.removed]  # the end of the event loop closes what is still open
+
+    return asyncio.run(run())
+
+
+def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making(around: Surroundings) -> None:
+    around.has_room = False
+
     async def scenario() -> None:
-        router, chain = StubRouter(7), Chain(-1)
-        chain.answers.set()
-        replica = _replica(router, asyncio.get_running_loop().create_future())
-        replica._chain = chain
-        assert await replica.is_ready() == (True, "replica"), "until that takes too long"
-        assert "lost its sequences" in str(router.loss)
+        replica, start = _new()
+        starting = asyncio.create_task(start)
+        while not around.is_entered:
+            await asyncio.sleep(0)
+        await replica.__del__()
+        assert around.removed == ["the pipeline"]
+        await asyncio.gather(starting, return_exceptions=True)
+        assert starting.cancelled()
 
     asyncio.run(scenario())
 
 
-def test_health_is_progress() -> None:
+def test_a_replica_that_failed_before_it_requested_a_pipeline_has_nothing_to_remove(around: Surroundings) -> None:
+    around.record_error = PipelineError("the head node does not answer")
+
     async def scenario() -> None:
-        router, chain = StubRouter(7, is_healthy=False), Chain(7)
-        chain.answers.set()
-        replica = _replica(router, asyncio.get_running_loop().create_future())
-        replica._chain = chain
+        replica, start = _new()
+        with pytest.raises(PipelineError, match="the head node"):
+            await start
+        await replica.__del__()
+
+    asyncio.run(scenario())
+    assert not around.is_entered
+    assert around.removed == []
+
+
+def test_a_replica_whose_first_router_fails_removes_its_pipeline_and_says_why(around: Surroundings) -> None:
+    """Ray Serve would not: it was never ready."""
+    around.next_router = {"is_ready": False, "failure": PipelineError("a stage cannot load")}
+
+    async def scenario() -> None:
+        _, start = _new()
+        with pytest.raises(PipelineError, match="a stage cannot load"):
+            await start
+        assert around.removed == ["the pipeline"]
+
+    asyncio.run(scenario())
+
+
+def test_metrics_are_those_of_the_router_that_drives_the_pipeline_now(around: Surroundings) -> None:
+    async def scenario(_: RouterReplica) -> None:
+        (export,) = around.periodic
+        export()
+        await around.follow()
+        export()
+
+    _run(around, scenario)
+    assert around.exported == around.routers
+
+
+def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        down = {"is_ready": False, "failure": PipelineError("a stage is loading"), "epoch": 0}
+        await around.follow(**down)
+        for _ in range(MAX_FAILED_STARTS - 1):
+            await around.follow(**down)
+            await replica.check_health()
+        await around.follow(**down)
+        with pytest.raises(PipelineError, match="a stage is loading"):
+            await replica.check_health()
+        around.router.change(is_ready=True, failure=None, epoch=8)
+        await replica.check_health()
+
+    _run(around, scenario)
+
+
+@pytest.mark.parametrize("makes_progress", [True, False])
+def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_next(
+    around: Surroundings, makes_progress: bool
+) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.router.is_healthy = False
+        with pytest.raises(PipelineError, match="nothing was done"):
+            await replica.check_health()
+        around.router.is_healthy = makes_progress
+        with suppress(PipelineError):
+            await replica.check_health()
+
+    assert _run(around, scenario) == ["the pipeline"] * makes_progress
+
+
+def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.router.change(is_ready=False, failure=LeaseError("driven by another"))
+        around.is_superseded = True
+        await replica.check_health()
+        refusal, name = wire.decode_error(await replica.generate("ingress", 1, b"", ""))
+        assert (type(refusal), name) == (PipelineSupersededError, "replica")
+
+    _run(around, scenario)
+
+
+def test_a_router_that_lost_its_lease_is_not_healthy(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.router.change(is_ready=False, failure=LeaseError("driven by another"))
+        with pytest.raises(PipelineError, match="driven by another"):
+            await replica.check_health()
+
+    _run(around, scenario)
+
+
+def test_a_replica_whose_loop_has_ended_is_not_healthy_and_removes_its_pipeline(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        await replica.check_health()
+        around.router.end(ZeroDivisionError())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        with pytest.raises(PipelineError, match="drives no pipeline"):
+            await replica.check_health()
+
+    assert _run(around, scenario) == ["the pipeline"]
+
+
+def test_a_pipeline_that_only_fails_is_made_anew(around: Surroundings) -> None:
+    """Router after router has it obey, and then nothing comes back."""
+
+    async def scenario(replica: RouterReplica) -> None:
+        await around.follow(epoch=8, is_failing=True)
+        for _ in range(MAX_FAILED_STARTS):
+            await replica.check_health()
+            await around.follow(epoch=8, is_failing=True)
+        with pytest.raises(PipelineError, match="drives no pipeline"):
+            await replica.check_health()
+
+    assert _run(around, scenario) == ["the pipeline"]
+
+
+def test_a_pipeline_that_only_failed_may_become_well(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        for _ in range(MAX_FAILED_STARTS + 1):
+            await around.follow(epoch=8, is_failing=True)
+        await around.follow(epoch=10)
+        await replica.check_health()
+
+    _run(around, scenario)
+
+
+def test_a_stage_without_an_epoch_is_found_by_a_health_check(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.chain.epoch = -1
+        around.chain.answers.set()
+        assert await replica.is_ready() == (True, "replica"), "until that takes too long"
+        assert "lost its sequences" in str(around.router.loss)
+
+    _run(around, scenario)
+
+
+def test_health_is_progress(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.chain.answers.set()
+        around.router.is_healthy = False
         assert await replica.is_ready() == (False, "replica")
         with pytest.raises(PipelineError, match="nothing was done"):
             await replica.check_health()
-        router.is_ready = False
+        around.router.is_ready = False
         await replica.check_health()  # stages are loading again
         assert await replica.is_ready() == (False, "replica")
 
-    asyncio.run(scenario())
+    _run(around, scenario)
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against_it(is_same: bool) -> None:
+def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against_it(around: Surroundings, is_same: bool) -> None:
     """The same router after a failure, or another one that followed it."""
 
-    async def scenario() -> None:
-        router, chain = StubRouter(7), Chain(7)
-        replica = _replica(router, asyncio.get_running_loop().create_future())
-        replica._chain = chain
+    async def scenario(replica: RouterReplica) -> None:
+        chain = around.chain
         requested = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        router.epoch, chain.epoch = (8, 7) if is_same else (7, 8)
-        replica._router = router if is_same else StubRouter(8)
+        while not chain.num_requests:
+            await asyncio.sleep(0)
+        chain.epoch = 8
+        if is_same:
+            around.router.change(epoch=8)
+        else:
+            await around.follow(epoch=8)
         chain.answers.set()
         await asyncio.gather(*requested)
-        assert router.loss is None or not is_same
-        assert replica._router.loss is None
+        assert around.router.loss is None
         assert chain.num_requests == 1, "however many requests there are"
 
-    asyncio.run(scenario())
+    _run(around, scenario)
 
 
 def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
@@ -261,54 +409,56 @@ def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
     assert other_files != same
 
 
+EXPERTS = [{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}]
+
+
 @pytest.mark.parametrize(
-    ("reported", "expected"),
+    ("loads", "error", "expected"),
     [
-        ([{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}], ((1, 2), (3, 4), (5, 6))),
-        ([{0: (1, 2), 1: (3, 4)}, {}], None),  # a stage is loading
-        (PipelineError("a stage does not answer"), None),
+        (EXPERTS, None, ((1, 2), (3, 4), (5, 6))),
+        ([EXPERTS[1], {}], None, None),  # a stage is loading
+        ([], PipelineError("a stage does not answer"), None),
     ],
 )
-def test_the_experts_load_is_that_of_all_layers(reported: Any, expected: ExpertLoad | None) -> None:  # noqa: ANN401
-    class Stages:
-        async def health(self) -> list[Any]:
-            if isinstance(reported, PipelineError):
-                raise reported
-            return [SimpleNamespace(expert_load=load) for load in reported]
-
-    async def scenario() -> None:
-        replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
-        replica._chain = Stages()
-        replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3)))
+def test_the_experts_load_is_that_of_all_layers(
+    around: Surroundings, loads: Sequence[dict[int, Any]], error: PipelineError | None, expected: ExpertLoad | None
+) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        around.chain.reported = error or [SimpleNamespace(expert_load=load) for load in loads]
+        around.chain.answers.set()
         assert await replica.expert_load() == (expected, "replica")
-        replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3, moe=False)))
-        assert await replica.expert_load() == ((), "replica"), "a model without experts has no load"
 
-    asyncio.run(scenario())
+    around.plan = tiny_plan(tiny_args(n_layers=3), 2)
+    _run(around, scenario)
 
 
-def test_a_pipeline_reports_what_it_is_and_does() -> None:
-    plan = tiny_plan(tiny_args(n_layers=8), 2)
-    scheduler = Scheduler(plan.cache, SchedulerLimits(8, 64, 256, 96), FixedInFlightPolicy(2, 64), epoch=5)
-    scheduler.add(Sequence(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
-    scheduler.schedule()
+def test_a_model_without_experts_has_no_load(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        assert await replica.expert_load() == ((), "replica")
 
-    async def scenario() -> None:
-        router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, health=SimpleNamespace(num_recoveries=3))
-        replica = _replica(router, asyncio.get_running_loop().create_future())
-        replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
+    around.plan = tiny_plan(tiny_args(n_layers=3, moe=False), 2)
+    _run(around, scenario)
+
+
+def test_a_pipeline_reports_what_it_is_and_does(around: Surroundings) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        scheduler = around.router.scheduler
+        around.router.change(epoch=5)
+        scheduler.add(Prompt(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
+        scheduler.schedule()
         reported, name = await replica.activity({"app-1": 1, "other": 2})
         shown = PipelineActivity.model_validate_json(json.dumps(reported))
         assert (name, shown.name, shown.epoch, shown.recoveries) == ("replica", "app-1", 5, 3)
         assert [stage.label for stage in shown.stages] == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7"]
         assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
-        assert shown.pages == plan.cache.classes[0].num_pages
+        assert shown.pages == around.plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
+        assert reported is not None
         assert reported.keys() == pipeline_data().keys()
-        router.is_attached = False
+        around.router.is_ready = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
 
-    asyncio.run(scenario())
+    _run(around, scenario)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Owners, which are API keys, share a queue: one that floods it delays the others by no more than its share."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_sequence
 from hypothesis import given
@@ -38,6 +41,29 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     turns.push(_of(FEW, 100))
     turns.push(_of(FEW, 101))
     assert [_begun(turns).seq_id for _ in range(5)] == [100, 30, 101, 31, 32]
+
+
+def test_quiet_time_earns_no_turns() -> None:
+    """It had a turn at first; while it had nothing waiting, the other had thirty."""
+    turns = FairQueue()
+    for seq_id in range(100):
+        turns.push(_of(FLOOD, seq_id))
+    turns.push(_of(FEW, 100))
+    assert [_begun(turns).seq_id for _ in range(31)] == [0, 100, *range(1, 30)]
+    for seq_id in range(101, 115):
+        turns.push(_of(FEW, seq_id))
+    assert [_begun(turns).owner for _ in range(28)] == [FEW, FLOOD] * 14
+
+
+def test_a_queue_that_was_empty_begins_anew() -> None:
+    """Nothing is charged for a time in which no sequence waited."""
+    turns = FairQueue()
+    for seq_id in range(9):
+        turns.push(_of(FLOOD, seq_id))
+    assert [_begun(turns).seq_id for _ in range(9)] == list(range(9))
+    turns.push(_of(FLOOD, 10))
+    turns.push(_of(FEW, 11))
+    assert [_begun(turns).owner for _ in range(2)] == [FLOOD, FEW]
 
 
 @given(st.lists(costs, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40))
@@ -135,6 +161,36 @@ def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
     with pytest.raises(QueueFullError):
         router.check_capacity(1, FEW)
     assert router.num_requests == 1 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("bound", "taken"), [(1, {FLOOD: 1, FEW: 0}), (2, {FLOOD: 1, FEW: 1}), (3, {FLOOD: 2, FEW: 1}), (7, {FLOOD: 4, FEW: 2})]
+)
+def test_half_of_an_odd_number_is_rounded_up(bound: int, taken: dict[int, int]) -> None:
+    """Of 7 places 4, and then of 3 places 2: with one place an owner can wait at all."""
+    router = _router(bound)
+    router.submit([SequenceRequest((1,), SamplingParams(max_tokens=4), owner=FLOOD)], lambda _: None)  # begins
+    for owner, expected in taken.items():
+        spec = SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)
+        for _ in range(expected):
+            router.check_capacity(1, owner)
+            router.submit([spec], lambda _: None)
+        with pytest.raises(QueueFullError):
+            router.check_capacity(1, owner)
+        with pytest.raises(QueueFullError):
+            router.submit([spec], lambda _: None)
+
+
+@pytest.mark.parametrize("earlier", [{"already_admitted": True}, {"output_ids": (5, 6)}])
+def test_what_another_router_had_accepted_is_taken_though_the_queue_is_full(earlier: dict[str, Any]) -> None:
+    router = _router(1)
+    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
+    for _ in range(2):
+        router.submit([spec], lambda _: None)
+    with pytest.raises(QueueFullError):
+        router.submit([spec], lambda _: None)
+    router.submit([replace(spec, **earlier)], lambda _: None)
+    assert router.num_requests == 3
 
 
 def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_large_does_not_make_it_full() -> None:

@@ -5,7 +5,7 @@ A key here is (sequence, position), its value the same negated: what attention i
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -324,9 +324,14 @@ def test_positions_and_sampled_rows_of_a_step() -> None:
 
 def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
     table = SequenceTable(CachePlan(1, (WindowClass(3, 3, 6),)), 1, CPU)
-    table.update(MicroBatch(0, 0, (_chunk(4, 0, 5, ((0, 1, 2),)),)))
+    wanting = replace(SAMPLING, return_experts=(0, 2))
+    first = _chunk(4, 0, 5, ((0, 1, 2),))._replace(sampling=wanting, request_id="mine")
+    table.update(MicroBatch(0, 0, (first,)))
+    assert (table.expert_layers, table.request_ids) == ({4: (0, 2)}, {4: "mine"})
     table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), freed_seq_ids=(4,)))
     assert table.slots == {5: 0}
+    assert table.sampling.keys() == {5}
+    assert table.expert_layers == table.request_ids == {}, "or every such sequence would cost memory for ever"
     assert table.rings[0].rows(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist() == [5, 3]
 
 

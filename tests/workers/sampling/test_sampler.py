@@ -108,6 +108,13 @@ def test_top_p_keeps_the_token_that_reaches_it() -> None:
         assert set(sample(row.expand(2000, -1), [_params(top_p=top_p)] * 2000, range(2000))) == expected
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_token_more() -> None:
+    """Four tokens of exactly 1/4 each, of which 0.5 needs two, and 0.25 and 0.75 one and three."""
+    row = torch.zeros(1, 4)
+    for top_p, expected in ((0.25, {0}), (0.5, {0, 1}), (0.75, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        assert set(sample(row.expand(500, -1), [_params(top_p=top_p)] * 500, range(500))) == expected
+
+
 def test_greedy_is_argmax() -> None:
     logits = _logits(200, seed=1)
     assert sample(logits, [_params(temperature=0.0, top_k=3, top_p=0.5)] * 200, range(200)) == logits.argmax(-1).tolist()
