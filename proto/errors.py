@@ -40,7 +40,16 @@ A ``UserError`` says what was wrong and what to do about it. The command line pr
 code 2. Broken internal invariants are assertions, not members of this tree.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 DEFECT = "the server has a defect; see its log"  # for clients, of errors that are not in this tree
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: "; did you mean max_tokens?", or nothing if none is similar."""
+    similar = get_close_matches(name[:64], known, n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 class TramontaneError(Exception):

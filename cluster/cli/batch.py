@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from tramontane.cluster.console.batch_client import ENDED, BatchClient, ResumableFile, StdoutSink
 from tramontane.cluster.console.commands import PlainCommand, PlainGroup
 from tramontane.cluster.console.options import Json, flag, option
+from tramontane.cluster.console.output_files import check_replaceable
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.batch.store import LineError, summarize_line_errors
@@ -25,6 +26,7 @@ MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as submit and list print it.")]
 STANDARD_OUTPUT = "-"
+RESULTS_MARK = '{"id": "batch_req_'  # the first bytes of a file of results
 
 batch = typer.Typer(name="batch", cls=PlainGroup, add_completion=False)
 console = Console(stderr=True, highlight=False)
@@ -130,8 +132,8 @@ def results(
     to_stdout = output == STANDARD_OUTPUT
     if not to_stdout and Path(output).is_dir():
         raise ConfigError(f"--output {output} is a folder; give a file")
-    if not to_stdout and not Path(output).parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {Path(output).parent}")
+    if not to_stdout and (Path(output).is_file() or not Path(output).exists()):  # others are /dev/null or a pipe
+        check_replaceable(Path(output), RESULTS_MARK, "--output")
     try:
         with _client(url, key, key_file) as client:
             num_lines = client.results(

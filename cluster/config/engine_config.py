@@ -21,7 +21,7 @@ from tramontane.cluster.config.engine_keys import (
 )
 from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, keys_with
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 
 GROUPS: tuple[type[KeyGroup], ...] = (
@@ -137,7 +137,7 @@ class ConfigFile:
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
-            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key; docs/configuration.md lists all keys")
+            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key{_hint(unknown[0])}")
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
@@ -158,6 +158,10 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None and value != ()}
 
 
+def _hint(unknown: str) -> str:
+    return did_you_mean(unknown, EngineConfig.key_names()) or "; tramontane config prints all keys"
+
+
 def _position(error: yaml.MarkedYAMLError) -> str:
     """Return where the error is, without the text there, which may be an API key."""
     mark = error.problem_mark or error.context_mark
@@ -167,7 +171,7 @@ def _position(error: yaml.MarkedYAMLError) -> str:
 def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
-        return f"{problem['loc'][0]} is not a key of the configuration; docs/configuration.md lists all keys"
+        return f"{problem['loc'][0]} is not a key of the configuration{_hint(str(problem['loc'][0]))}"
     if problem["loc"][0] in SECRETS:
         return f"{name} must be a text that is not empty"
     if problem["type"].startswith("byte_size"):

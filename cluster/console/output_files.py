@@ -8,14 +8,14 @@ from tramontane.proto.errors import ConfigError
 
 
 def check_replaceable(file: Path, mark: str, option: str) -> None:
-    """Raise ConfigError unless the file can be written: it does not exist, or begins with ``mark``, as this command's own do."""
+    """Raise ConfigError unless the file may be replaced: it does not exist, is empty or begins with ``mark``, as our own do."""
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
     if not file.exists():
         return
     try:
         with file.open("rb") as opened:
-            is_own = opened.read(len(mark.encode())) == mark.encode()
+            is_own = opened.read(len(mark.encode())) in (b"", mark.encode())
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from error
     if not is_own:

@@ -82,6 +82,8 @@ class LLM:
     ) -> None:
         if config is not None and (options or model is not None):
             raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
+        if many := [key for key in ("replicas", "max_replicas") if options.get(key) not in (None, 1)]:
+            raise ConfigError(f"{many[0]} is {options[many[0]]}, and LLM runs one pipeline; several are for tramontane serve")
         config = config or EngineConfig.build(None, {"model": model} | options)
         config.check_combinations()
         self.config = config.single_pipeline()

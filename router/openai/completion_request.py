@@ -1,11 +1,13 @@
 """Completion requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
 import codecs
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
 
-from tramontane.proto.errors import ParameterError
+from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
 from tramontane.router.structured.grammar import RequestModel, ResponseFormat
@@ -174,30 +176,45 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _to_parameter_error(error) from None
+        raise _to_parameter_error(error, kind.model_fields) from None
     except RecursionError:
         raise ParameterError("the body is nested too deeply") from None
 
 
-def _to_parameter_error(error: ValidationError) -> ParameterError:
+def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
-    problem = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(map(_printable_name, problem["loc"])) if problem["loc"] else None
+    problem = error.errors(include_url=False)[0]
+    name = ".".join(map(_printable_name, _path(problem))) or None
     preview = _preview(problem["input"])
     match problem["type"]:
+        case "union_tag_invalid":
+            tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
+            return ParameterError(f"{name} is {_preview(tag)}; it must be one of {expected}", name)
         case "json_invalid":
             return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
         case "model_type" | "model_attributes_type" if name is None:
             return ParameterError("the body must be a JSON object")
-        case "missing":
+        case "missing" | "union_tag_not_found":
             return ParameterError(f"{name} is missing", name)
         case "extra_forbidden":
-            return ParameterError(f"{name} is not a parameter of this endpoint", name)
+            return ParameterError(f"{name} is not a parameter of this endpoint{did_you_mean(name or '', known)}", name)
         case "value_error":
             return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
         case _:
             return ParameterError(f"{name} is {preview}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
+    """Return where the problem is in the client's JSON.
+
+    Pydantic puts the role of a message after its index, ("messages", 0, "user", "content"), and leaves out the field that it
+    is chosen by.
+    """
+    path = problem["loc"]
+    if problem["type"].startswith("union_tag"):
+        return (*path, problem["ctx"]["discriminator"].strip("'"))
+    return (*path[:2], *path[3:]) if path[:1] == ("messages",) else path
 
 
 def _preview(value: Any) -> str:  # noqa: ANN401

@@ -121,6 +121,7 @@ def test_a_job_from_its_file_to_its_results_over_a_bad_line(tmp_path: Path, tram
         server.tears += [(f"GET /v1/batches/{job_id}", 0)] * 2
         assert "completed: 1200 lines, 1200 answered" in tramontane("watch", job_id, "--url", url)
         server.tears += [("/results", 0), ("/results", 300), ("/results", 500)]
+        output.touch()  # as mktemp does
         assert tramontane("results", job_id, "-o", output, "--url", url).startswith("1200 lines")
         answers = [json.loads(line) for line in output.read_bytes().splitlines()]
         assert [answer["response"]["body"]["said"] for answer in answers] == list(range(1200))
@@ -253,6 +254,20 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_server_is_called
     output = f"{tmp_path}{below}"
     complaint = refused("batch", "results", "batch_x", "-o", output, "--url", "http://127.0.0.1:1")
     assert complaint == f"--output {output}{message.format(tmp_path)}"
+
+
+def test_a_file_that_holds_no_results_is_not_replaced(
+    tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_bytes(requests(2))
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, _):
+        job_id = tramontane("submit", lines, "--url", url).strip()
+        complaint = refused("batch", "results", job_id, "-o", lines, "--url", url)
+        assert complaint == f"{lines} was not written by this command; choose another --output"
+        assert lines.read_bytes() == requests(2)
+        for _ in range(2):  # results may be replaced
+            assert tramontane("results", job_id, "-o", tmp_path / "out", "--url", url).startswith("2 lines")
 
 
 def test_a_list_of_no_jobs_is_refused(refused: Callable[..., str]) -> None:

@@ -130,7 +130,7 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("stagez: 2\nportt: 1\n", ["stagez, portt (in ", "file.yaml): no such key"]),
+        ("stagez: 2\nportt: 1\n", ["stagez, portt (in ", "file.yaml): no such key; did you mean stages?"]),
         ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
         ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
         ("just words\n", ["file.yaml", "keys and values"]),

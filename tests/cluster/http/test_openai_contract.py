@@ -284,11 +284,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a" * 60_000}]}, "messages"),
     ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
     ({"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.user.content"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages.0.user.content"),
-    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages.0.user.name"),
-    ({"messages": [{"role": "narrator", "content": "a"}]}, "messages.0"),
-    ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages.0.name"),
+    ({"messages": [{"role": "narrator", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "a"}] * 2049}, "messages"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
@@ -314,6 +315,24 @@ def test_invalid_requests(server: Server, changes: dict[str, Any], param: str) -
         server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
     assert refused.value.param == param
     assert server.source.requested == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_token": 5}, "max_token is not a parameter of this endpoint; did you mean max_tokens?"),
+        ({"qqqq": 5}, "qqqq is not a parameter of this endpoint"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "messages.0.role is 'robot'; it must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
+        ),
+        ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+    ],
+)
+def test_a_mistake_is_described_in_the_clients_words(server: Server, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+    assert refused.value.body["message"] == message  # type: ignore[index]
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:

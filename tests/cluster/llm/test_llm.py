@@ -168,6 +168,10 @@ def test_wrong_configurations_are_user_errors() -> None:
         LLM(config=EngineConfig(local=True), stages=2)
     with pytest.raises(ConfigError, match="no_such_key"):
         LLM(no_such_key=1)
+    with pytest.raises(ConfigError, match="did you mean stages"):
+        LLM(stage=2)
+    with pytest.raises(ConfigError, match="replicas is 2, and LLM runs one pipeline"):
+        LLM(replicas=2)
     with pytest.raises(ConfigError, match="--link direct"):
         LLM(config=EngineConfig(local=True, link="direct"))
 
