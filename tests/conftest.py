@@ -36,13 +36,14 @@ def _same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """For tests of what a process does to its loggers."""
-    own = logging.getLogger("tramontane")
-    before = own.handlers[:], own.level, own.propagate
+    """Give our loggers and those of Ray Serve the handlers back that they had: a command sets them for its process."""
+    loggers = [logging.getLogger(name) for name in ("tramontane", "ray.serve")]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
     yield
-    own.handlers[:], own.level, own.propagate = before
+    for each, (handlers, level, propagates) in zip(loggers, before, strict=True):
+        each.handlers[:], each.level, each.propagate = handlers, level, propagates
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,12 +1,14 @@
 """An engine in a thread of its own, so that its router and its heartbeats run between the caller's calls."""
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from tramontane.cluster.common.signals import keep_handler
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline.engine import Engine, open_engine
@@ -32,7 +34,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run_loop, name="tramontane-engine", daemon=True)
         self._thread.start()
         try:
-            self.engine = self._started.result()
+            with keep_handler(signal.SIGTERM):  # the caller's thread may be the main one, and Ray starts in ours
+                self.engine = self._started.result()
         except BaseException:  # Ctrl-C too: nothing of the pipeline stays behind
             self.close()
             raise

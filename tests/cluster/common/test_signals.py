@@ -4,13 +4,16 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import ray
 
 from tramontane.cluster.common.signals import defer_signals, until_interrupted
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.llm import engine_thread
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -53,6 +56,23 @@ def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pyt
     with local_ray_cluster(num_cpus=1):
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
+
+
+def test_a_program_keeps_its_handler_where_ray_starts_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``LLM``, whose engine has a thread of its own."""
+
+    @asynccontextmanager
+    async def open_engine(*_: object, **__: object) -> AsyncIterator[str]:
+        ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN))
+        yield "the engine"
+
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    monkeypatch.setattr(engine_thread, "open_engine", open_engine)
+    thread = engine_thread.EngineThread(EngineConfig(), None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    thread.close()
+    assert received == [signal.SIGTERM]
 
 
 def test_a_second_signal_breaks_off() -> None:

@@ -170,7 +170,6 @@ SPOILED: dict[str, bytes | None] = {
 }
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = logging.FileHandler(tmp_path / "replica.log")
     monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])

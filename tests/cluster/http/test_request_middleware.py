@@ -88,7 +88,6 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
     assert "request mine failed by a defect of the server" in caplog.text
 
 
-@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize(("given", "kept"), [(b"mine", True), (b"a b", False), (b"x" * 129, False), (b"\xff", False)])
 @pytest.mark.parametrize("name", [b"x-request-id", b"traceparent"])
 def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: bytes, kept: bool) -> None:
@@ -104,7 +103,6 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: by
     assert ((name, given) in seen[0]) is kept
 
 
-@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize("root", ["", "/below"])
 @pytest.mark.parametrize(("path", "passes"), [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)])
 def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, path: str, passes: bool) -> None:

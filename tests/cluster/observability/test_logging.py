@@ -50,7 +50,6 @@ def test_ids_are_named_once_and_not_without_end() -> None:
     assert request_fields("a", status=200) == {"request_id": "a", "status": 200}
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_a_line_of_json_has_all_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     LogSettings("json", "info").to_stderr("stage", pipeline="app-0", stage=3)
     logger.debug("not said")
@@ -65,7 +64,6 @@ def test_a_line_of_json_has_all_that_is_known(capsys: pytest.CaptureFixture[str]
     assert said["created"] > 1.7e9
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_a_line_of_text_says_who_and_when(capsys: pytest.CaptureFixture[str]) -> None:
     LogSettings().to_stderr("supervisor", pipeline="app-0")
     logger.info("not said")
@@ -75,7 +73,6 @@ def test_a_line_of_text_says_who_and_when(capsys: pytest.CaptureFixture[str]) ->
     assert line.endswith(" supervisor -- request mine failed")
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_warnings_of_ray_serve_in_a_command_have_its_format(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +106,6 @@ def serves_handler() -> Iterator[_Kept]:
     serves.removeHandler(kept)
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_handler: _Kept) -> None:
     use_serve_log(LogSettings(), "ingress")
     use_serve_log(LogSettings(), "router", pipeline="app-0")  # which replaces the first

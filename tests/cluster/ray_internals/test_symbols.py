@@ -164,7 +164,7 @@ def _serve() -> None:
     run_server(EngineConfig(local=True), print, lambda _: None, lambda _: None)
 
 
-@pytest.mark.usefixtures("_ray_without_a_symbol", "_own_logging")
+@pytest.mark.usefixtures("_ray_without_a_symbol")
 @pytest.mark.parametrize(
     ("start", "name"),
     [

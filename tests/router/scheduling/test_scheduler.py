@@ -99,6 +99,21 @@ def test_pages_stop_growing_at_the_window_and_start_small() -> None:
     assert pipe.scheduler.is_idle
 
 
+def test_only_a_token_that_begins_a_page_carries_one() -> None:
+    """A prompt of 14 in pages of 16: tokens 15 and 16 fill the first page, the next one begins the second."""
+    pipe = new_pipeline(new_cache(16, 8, 64))
+    pipe.scheduler.add(new_sequence(0, 14, 6))
+    pipe.submit()
+    grown = []
+    for _ in range(4):
+        pipe.answer()
+        batch = pipe.submit()
+        assert batch is not None
+        grown.append(batch.decodes.new_pages)
+    assert [len(new_pages) for new_pages in grown] == [0, 0, 1, 0]
+    assert [len(pages) for pages in grown[2][0][1]] == [1]
+
+
 def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
     pipe = new_pipeline(new_cache(16, 2, 64))
     for seq_id in range(3):

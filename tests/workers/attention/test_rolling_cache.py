@@ -331,7 +331,7 @@ def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
     table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), freed_seq_ids=(4,)))
     assert table.slots == {5: 0}
     assert table.sampling.keys() == {5}
-    assert table.expert_layers == table.request_ids == {}, "or every such sequence would cost memory always"
+    assert table.expert_layers == table.request_ids == {}, "or every such sequence would cost memory"
     assert table.rings[0].rows(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist() == [5, 3]
 
 
