@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -117,6 +117,9 @@ bench-interactive: $(STAMP)  ## time to first token of interactive requests whil
 
 bench-overload: $(STAMP)  ## ten times the requests that the server can answer: refusals, and the effect on accepted streams
 	$(BIN)/python tests/bench/overload.py
+
+bench-hostile: $(STAMP)  ## streams beside clients that send the largest bodies of the worst shapes: the longest gap
+	$(BIN)/python tests/bench/hostile.py
 
 bench-journal: $(STAMP)  ## pause after the loss of a stage, without and with a journal of stage inputs
 	$(BIN)/python tests/bench/journal.py

@@ -148,8 +148,8 @@ def parse_options(message: pb.JobOptions) -> JobOptions:
     endpoint = message.endpoint if message.HasField("endpoint") else DEFAULTS.endpoint
     if endpoint not in get_args(Endpoint):
         raise errors.ParameterError(f"endpoint is {endpoint!r:.80}; there are {' and '.join(get_args(Endpoint))}", "endpoint")
-    metadata = dict(message.metadata)
-    if len(metadata) > MAX_METADATA or any(len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair):
+    metadata = dict(message.metadata) if len(message.metadata) <= MAX_METADATA else None
+    if metadata is None or any(len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair):
         raise errors.ParameterError(
             f"metadata: there may be at most {MAX_METADATA} pairs of at most {MAX_METADATA_CHARS} characters each", "metadata"
         )

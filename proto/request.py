@@ -59,8 +59,8 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy.
         top_p: keep the likeliest tokens whose probabilities sum up to this; 1 keeps all.
         top_k: keep so many of the likeliest tokens; 0 keeps all.
-        seed: seed of the random numbers, shared by all choices of a request.
-        choice: number of the sequence among the choices of its prompt.
+        seed: seed of the random numbers, shared by all choices of a request; None: none was given, and it counts as 0.
+        choice: number of the sequence among the choices of its prompt, or of the request where the client gave no seed.
         ignore_eos: treat the end-of-sequence tokens like any other.
         return_experts: layers (global numbers) whose chosen experts are returned with the tokens.
         min_p: drop tokens of less than this share of the best token's probability.
@@ -80,7 +80,7 @@ class SamplingParams:
     temperature: float = 0.8
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0
+    seed: int | None = None
     choice: int = 0
     ignore_eos: bool = False
     return_experts: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class SamplingParams:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not 0 <= self.top_k < 2**31:
             raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number of 31 bits")
-        if not -(2**63) <= self.seed < 2**63:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is {self.max_tokens}")

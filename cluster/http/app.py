@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +33,7 @@ from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import DEFECT, ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import request_fields
+from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
@@ -42,6 +44,8 @@ from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from tramontane.router.tokenization.chat import ChatTemplate
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -163,19 +167,19 @@ class HttpApp:
 
     async def _rebalance_experts(self, request: Request) -> Response:
         assert self._config.move_experts is not None
-        load = _parse_expert_load(await self._body(request))
+        load = await self._parse(request, _parse_expert_load)
         num_moved, num_pipelines = await self._config.move_experts(load)
         return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
 
     async def tokenize(self, request: Request) -> Response:
         """Answer ``POST /tokenize``."""
-        parsed = parse_body(TokenizeRequest, await self._body(request))
+        parsed = await self._parse(request, partial(parse_body, TokenizeRequest))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
 
     async def detokenize(self, request: Request) -> Response:
         """Answer ``POST /detokenize``."""
-        parsed = parse_body(DetokenizeRequest, await self._body(request))
+        parsed = await self._parse(request, partial(parse_body, DetokenizeRequest))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await detokenize(self._model, parsed)).as_json())
 
@@ -184,7 +188,7 @@ class HttpApp:
         arrived_at = time.monotonic()
         resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
         source = self._source_for(request, resumed)
-        parsed = parse_completion(await self._body(request))
+        parsed = await self._parse(request, parse_completion)
         check_model_name(self._model, parsed.model)
         if not resumed.is_resumed:
             source.check_capacity(parsed.num_sequences)
@@ -198,7 +202,7 @@ class HttpApp:
         arrived_at = time.monotonic()
         resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
         source = self._source_for(request, resumed)
-        parsed = parse_chat(await self._body(request))
+        parsed = await self._parse(request, parse_chat)
         check_model_name(self._model, parsed.model)
         if not resumed.is_resumed:
             source.check_capacity(parsed.n)
@@ -235,9 +239,9 @@ class HttpApp:
         )
         return SseResponse(events, changes)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
         try:
-            return await self._bodies.read(request, self._config.max_body_bytes)
+            return await self._bodies.parse(request, self._config.max_body_bytes, parse)
         except OverloadedError as error:
             self._model.counts.record_refusal(error)
             raise
@@ -252,8 +256,9 @@ def _deadline(request: Request, resumed: ResumeState) -> float:
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:
+    check_elements(body)
     try:
-        return parse_load(json.loads(body))
+        return parse_load(json.loads(body.decode()))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"the body must be JSON with {KEY}: a list of whole numbers for each layer") from error
 

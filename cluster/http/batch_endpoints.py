@@ -136,7 +136,7 @@ class BatchEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before returns the same job."""
-        parsed = schema.parse_batch(await self._bodies.read(request, MAX_BATCH_BODY))
+        parsed = await self._bodies.parse(request, MAX_BATCH_BODY, schema.parse_batch)
         key = request.headers.get("idempotency-key")
         return self._batch(await self._service(request).submit_file(parsed.input_file_id, parsed.options, key))
 

@@ -1,12 +1,16 @@
 """Bounds on request bodies while they are read: their size, their slowness, and the memory of all together."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from tramontane.proto.errors import OverloadedError, RequestError
+from tramontane.router.openai.body_bounds import run_off_loop
+
+T = TypeVar("T")
 
 MAX_HELD_BYTES = 256 * 2**20
 MIN_PROGRESS_BYTES = 64 * 2**10
@@ -25,17 +29,25 @@ class BodyTooSlowError(RequestError):
 class BodyLimiter:
     """The bounds on the bodies that one API server reads at the same time.
 
-    ``max_held``: bytes of all bodies that are incomplete; a complete one is parsed at once. ``progress_timeout_s``: how soon
-    the next ``MIN_PROGRESS_BYTES`` of a body, or its end, have to arrive. The timeout restarts with each such step, so a large
-    body may take long, and one that comes byte by byte is not waited for forever.
+    ``max_held``: bytes of all bodies that are incomplete or wait for the thread that parses large ones.
+    ``progress_timeout_s``: how soon the next ``MIN_PROGRESS_BYTES`` of a body, or its end, have to arrive. The timeout restarts
+    with each such step, so a large body may take long, and one that comes byte by byte is not waited for forever.
     """
 
     def __init__(self, max_held: int = MAX_HELD_BYTES, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self._max_held, self._progress_timeout_s = max_held, progress_timeout_s
         self.num_held = 0
 
-    async def read(self, request: Request, max_body: int) -> bytes:
-        """Read a whole body. Raises BodyTooLargeError, BodyTooSlowError, or OverloadedError if too many bytes are held."""
+    async def parse(self, request: Request, max_body: int, parse: Callable[[bytes], T]) -> T:
+        """Read a whole body and parse it; a large one in the thread for large bodies, until when it counts as held.
+
+        Raises what ``parse`` raises, BodyTooLargeError, BodyTooSlowError, or OverloadedError if too many bytes are held.
+        """
+        async with self._read(request, max_body) as body:
+            return await run_off_loop(len(body), lambda: parse(body))
+
+    @asynccontextmanager
+    async def _read(self, request: Request, max_body: int) -> AsyncIterator[bytes]:
         body = bytearray()
         try:
             async with aclosing(self.stream(request, max_body)) as parts:
@@ -44,7 +56,7 @@ class BodyLimiter:
                         raise OverloadedError("the server is reading too many large bodies at once", RETRY_AFTER_S)
                     self.num_held += len(part)
                     body += part
-            return bytes(body)
+            yield bytes(body)
         finally:
             self.num_held -= len(body)
 

@@ -102,7 +102,8 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Complete all prompts at once; the results are in the order of the prompts.
 
-        ``prompts`` is one text, one sequence of token ids, or several of either; ``n`` completions are made of each.
+        ``prompts`` is one text, one sequence of token ids, or several of either; ``n`` completions are made of each. Without a
+        seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every run.
 
         Raises:
             RequestError: a prompt is empty or does not fit into the context; nothing is generated then.
@@ -158,15 +159,15 @@ class LLM:
         async def complete(engine: Engine, progress: Progress) -> list[GenerationOutput]:
             bar = progress.add_task("generating", total=len(encoded) * n)
 
-            async def complete_one(ids: tuple[int, ...], index: int) -> _Completion:
-                tokenizer = self._prompts.tokenizer
+            async def complete_one(prompt: int, index: int) -> _Completion:
+                tokenizer, choice = self._prompts.tokenizer, index if sampling.seed is not None else prompt * n + index
                 decoder = tokenizer.decoder(is_text_start=is_answer) if tokenizer else None
-                output = await _completion(engine, decoder, ids, replace(sampling, choice=index))
+                output = await _completion(engine, decoder, encoded[prompt], replace(sampling, choice=choice), index)
                 progress.advance(bar)
                 return output
 
             async with asyncio.TaskGroup() as group:
-                tasks = [[group.create_task(complete_one(ids, index)) for index in range(n)] for ids in encoded]
+                tasks = [[group.create_task(complete_one(prompt, index)) for index in range(n)] for prompt in range(len(encoded))]
             rows = zip(texts, encoded, tasks, strict=True)
             return [_to_output(text, ids, [task.result() for task in row]) for text, ids, row in rows]
 
@@ -193,9 +194,9 @@ def _to_output(text: str | None, prompt_ids: tuple[int, ...], completions: Seque
 
 
 async def _completion(
-    engine: Engine, decoder: IncrementalDecoder | None, prompt_ids: tuple[int, ...], sampling: SamplingParams
+    engine: Engine, decoder: IncrementalDecoder | None, prompt_ids: tuple[int, ...], sampling: SamplingParams, index: int
 ) -> _Completion:
-    """Generate one completion; its text is empty where the model has no tokenizer."""
+    """Generate completion ``index`` of a prompt; its text is empty where the model has no tokenizer."""
     token_ids: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
     finish = None
@@ -209,7 +210,7 @@ async def _completion(
     text = "".join(map(decoder.push, token_ids)) + decoder.finish() if decoder else ""
     ours = [logprobs[position] for position in sorted(logprobs)]
     num_prompt = sum(position < len(prompt_ids) for position in logprobs)
-    output = CompletionOutput(sampling.choice, text, tuple(token_ids), finish, tuple(ours[num_prompt:]))
+    output = CompletionOutput(index, text, tuple(token_ids), finish, tuple(ours[num_prompt:]))
     return output, tuple(ours[:num_prompt])
 
 

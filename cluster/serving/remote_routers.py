@@ -167,7 +167,7 @@ class RouterClient(RouterQueries):
 
     def close(self) -> None:
         """Cancel all calls and streams."""
-        for task in self._tasks:
+        for task in (*self._tasks, *filter(None, [self._readiness])):
             task.cancel()
 
     async def _call(self, number: int, specs: bytes, outputs: OutputQueue, request_id: str) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.ray_internals.accessors import broadcast_results, configure_handle
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 
 READY_TIMEOUT_S = 5.0
+READINESS_TTL_S = 1.0  # for which the answer of the routers stands
 RETIREMENT_POLL_INTERVAL_S = 2.0  # for routers that have requests and are to stop
 
 
@@ -22,9 +24,22 @@ class RouterQueries:
 
     def __init__(self, handle: "DeploymentHandle[Any]") -> None:
         self._handle = handle
+        self._readiness: asyncio.Task[bool] | None = None  # the last query
+        self._readiness_asked_at = -math.inf
 
     async def is_ready(self) -> bool:
-        """Return whether any router can make tokens now, as soon as one answers that it can."""
+        """Return whether any router can make tokens now, as soon as one answers that it can.
+
+        Routers are asked once a second at most, however many ask this ingress: any client may, without a key.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._readiness is None or (self._readiness.done() and now >= self._readiness_asked_at + READINESS_TTL_S):
+            self._readiness_asked_at = now
+            # Not a part of the request of the client that happens to ask first, which may leave.
+            self._readiness = asyncio.create_task(self._query_readiness(), context=request_context(""))
+        return await asyncio.shield(self._readiness)
+
+    async def _query_readiness(self) -> bool:
         return any(await self._broadcast("is_ready", is_sufficient=bool))
 
     async def expert_load(self) -> MeasuredLoad:

@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
+from tramontane.router.openai.body_bounds import check_elements
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
@@ -110,6 +111,7 @@ def extract_body(text: str) -> dict[str, Any]:
 
 
 def _parse_json(text: bytes) -> dict[str, Any]:
+    check_elements(text, "it")
     try:
         request = from_json(text, allow_inf_nan=False)
     except ValueError as error:

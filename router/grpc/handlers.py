@@ -11,7 +11,6 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tramontane.proto import inference_pb2
@@ -63,7 +62,7 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage
             message = kind.FromString(data)
         except DecodeError:
             return MalformedMessage(f"the message is not a {kind.DESCRIPTOR.full_name}")
-        if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _has_unknown(message):
+        if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _drop_unknown(message):
             return MalformedMessage(
                 "the request has a field that this server does not know; is its inference.proto older than yours?"
             )
@@ -72,10 +71,14 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage
     return parse
 
 
-def _has_unknown(message: Message) -> bool:
-    """Whether a message, or a message in it, has unknown fields. Those of a map's entry belong to the message with the map."""
-    inner = (value for field, value in message.ListFields() if field.message_type)
-    return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))
+def _drop_unknown(message: Message) -> bool:
+    """Drop the unknown fields of a message and of the messages in it; return whether there were any.
+
+    Both sizes are computed in milliseconds, where a list of the unknown fields of 4 MiB would take a second.
+    """
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    return message.ByteSize() < num_bytes
 
 
 async def reflection_responses(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:

@@ -1,13 +1,17 @@
 """Messages of the service Inference, to and from requests and results of completions."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import FinishReason
+from tramontane.proto.request import MAX_BIASES, FinishReason
+from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.request_fields import MAX_STOPS
 from tramontane.router.openai.served_model import ServedModel
 
 PROMPT_FIELDS = ("text", "token_ids")
@@ -30,20 +34,33 @@ def _parse(request: pb.GenerateRequest | pb.ScoreRequest, **more: object) -> Com
     which = request.WhichOneof("prompt")
     if which is None:
         raise ParameterError("text or token_ids: one of them must be given", "prompt")
-    given["prompt"] = request.text if which == "text" else list(request.token_ids.ids)
+    given["prompt"] = request.text if which == "text" else _bounded(request.token_ids.ids, MAX_ITEMS, "prompt")
     if "stop" in given:
-        given["stop"] = list(given["stop"])
+        given["stop"] = _bounded(given["stop"], MAX_STOPS, "stop")
     if "logit_bias" in given:
-        given["logit_bias"] = {str(token_id): bias for token_id, bias in given["logit_bias"].items()}
-    if "response_format" in given:
-        given["response_format"] = _parse_json(given["response_format"], "response_format")
-    return parse_completion(json.dumps(given | more).encode())
+        biases = given["logit_bias"]
+        given["logit_bias"] = {str(token_id): biases[token_id] for token_id in _bounded(biases, MAX_BIASES, "logit_bias")}
+    schema = given.pop("response_format", None)
+    text = json.dumps(given | more)
+    if schema is not None:
+        _check_json(schema, "response_format")
+        text = f'{text[:-1]}, "response_format": {schema}}}'
+    return parse_completion(text.encode())
 
 
-def _parse_json(text: str, name: str) -> Any:  # noqa: ANN401 - any JSON, which is validated later
+def _bounded(items: Collection[Any], limit: int, name: str) -> list[Any]:
+    """Return a list of the items, which is not made if they are too many. Raises ParameterError."""
+    if len(items) > limit:
+        raise ParameterError(f"{name} has {len(items)} items; it may have at most {limit}", name)
+    return list(items)
+
+
+def _check_json(text: str, name: str) -> None:
+    """Raise ParameterError unless a text is JSON within the bounds of a body."""
+    check_elements(text.encode(), name, name)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        from_json(text)
+    except ValueError:
         raise ParameterError(f"{name} must be JSON, as a text", name) from None
 
 

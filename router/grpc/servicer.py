@@ -25,6 +25,7 @@ from tramontane.router.grpc.messages import (
     to_models_response,
     to_score_response,
 )
+from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_context import RequestTokenSource
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger
 MAX_MESSAGE_BYTES = 8 * 2**20
 
-Q = TypeVar("Q")
+Q = TypeVar("Q", pb.GenerateRequest, pb.ScoreRequest)
 R = TypeVar("R")
 Request = Any  # a message, or a stream of messages
 Context = Any  # gRPC's own, or Ray Serve's substitute
@@ -218,7 +219,7 @@ class GrpcServicer:
     ) -> tuple[Completion, RequestTokenSource]:
         """Parse, bound and tokenize a request, which then runs by its token source. Raises TramontaneError."""
         arrived_at = time.monotonic()
-        parsed = parse(request)
+        parsed = await run_off_loop(request.ByteSize(), lambda: parse(request))
         check_model_name(self._model, parsed.model)
         source = RequestTokenSource(self._source, self._identity(context).owner, request_id=self._id_of(context))
         source.check_capacity(parsed.num_sequences)

@@ -9,6 +9,7 @@ from typing import Any
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
+from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, CompletionChange
@@ -46,16 +47,25 @@ async def encode_chat(
     model: ServedModel, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]
 ) -> tuple[int, ...]:
     """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
-    size = sum(map(len, message_texts(messages)))
-    specs = [tool.model_dump(exclude_none=True) for tool in tools]
+    texts = message_texts(messages)
     try:
         if model.tokenizer is not None:
-            model.tokenizer.check_length("".join(message_texts(messages)), model.max_model_len)
-        if size <= OFFLOAD_CHARS and not specs:
-            return template.encode(messages, specs)
-        return await asyncio.to_thread(template.encode, messages, specs)
+            model.tokenizer.check_length("".join(texts), model.max_model_len)
+        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
+            return template.encode(messages)
+        return await asyncio.to_thread(_encode_large, template, messages, tools)
     except RequestError as error:
         raise ParameterError(str(error), "messages") from error
+
+
+def _encode_large(template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, ...]:
+    """Encode in a thread. Raises ParameterError for texts whose JSON, which templates parse, has too many elements."""
+    for message in messages:
+        for call in message.tool_calls:
+            check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
+        if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
+            check_elements(message.content.encode(), "the result of a tool", "messages")
+    return template.encode(messages, [tool.model_dump(exclude_none=True) for tool in tools])
 
 
 class ChatDetokenizer(ChoiceDetokenizer):

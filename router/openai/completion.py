@@ -112,7 +112,11 @@ class Completion:
         return cls(model, request, prompt_ids, arrived_at, builder, resume_state or ResumeState())
 
     def specs(self) -> list[SequenceRequest]:
-        """Return the sequences: choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5."""
+        """Return the sequences: choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5.
+
+        With the client's seed its random numbers are those of choice 2, as if the prompt were alone. Without one they are those
+        of choice 5, so that equal prompts get different texts.
+        """
         request, state = self._request, self._resume_state
         sampling = replace(
             request.to_sampling_params(max(request.max_tokens, 1)),  # routers always generate a token
@@ -122,9 +126,13 @@ class Completion:
             grammar=self._builder.grammar,
             seed=state.seed if request.seed is None else request.seed,
         )
-        choices = [replace(sampling, choice=choice) for choice in range(request.n)]
-        admitted = state.is_resumed
-        specs = [SequenceRequest(ids, choice, already_admitted=admitted) for ids in self._prompt_ids for choice in choices]
+        num_choices = request.num_sequences if request.seed is None else request.n
+        choices = [replace(sampling, choice=choice) for choice in range(num_choices)]
+        specs = [
+            SequenceRequest(ids, choices[(prompt * request.n + choice) % num_choices], already_admitted=state.is_resumed)
+            for prompt, ids in enumerate(self._prompt_ids)
+            for choice in range(request.n)
+        ]
         for index, choice_state in state.choices.items():
             specs[index] = replace(specs[index], output_ids=tuple(choice_state.token_ids))
         return specs

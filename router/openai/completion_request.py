@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
+from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
 from tramontane.router.structured.grammar import RequestModel, ResponseFormat
 
@@ -168,7 +169,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Parse a body as ``kind``. Raises ParameterError, which names the first problem."""
+    """Parse a body as ``kind``. Raises ParameterError, which names the first problem.
+
+    At most 50 ms of the interpreter lock; call it in ``run_off_loop``, where another thread runs it for a large body.
+    """
+    check_elements(body)
     try:
         codecs.decode(body, "utf-8")
     except UnicodeDecodeError as error:

@@ -28,7 +28,7 @@ def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
 
 def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops[: MAX_STOPS + 1]):
         raise ValueError("it must be a text or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each")

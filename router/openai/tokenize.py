@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, JsonValue
 
 from tramontane.proto.errors import ParameterError
+from tramontane.router.openai.body_bounds import MAX_ITEMS
 from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools
 from tramontane.router.openai.completion_request import Text
@@ -52,7 +53,13 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
         if request.tools:
             raise ParameterError("tools are for messages", "tools")
         ids = await _encode_text(model, request.prompt or "")
+    if len(ids) > MAX_ITEMS:  # the answer is one piece of JSON
+        raise ParameterError(f"these are {len(ids)} tokens; one request may have at most {MAX_ITEMS}", _given(request))
     return Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=None)
+
+
+def _given(request: TokenizeRequest) -> str:
+    return "prompt" if request.messages is None else "messages"
 
 
 async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:

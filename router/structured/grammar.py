@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured.validator import validate_grammar
@@ -23,12 +23,25 @@ MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
 MAX_SENT_CHARS = 2**20  # of one request to the stages: each of its sequences carries the grammar
 MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
+MAX_NUMBER_BITS = 1536  # of a whole number in a schema, 462 digits: writing one takes time quadratic in its length
 MAX_MULTIPLE = 10_000  # product of all different values of ``multipleOf``: compiling takes 5 microseconds per remainder
 # No numeric escapes: "\u0061" would count as a property that the schema does not name, although it reads as "a".
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
 OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 TEXT = r"TEXT: /(.|\n)+/"
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+def _check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [schema]
+    while level:
+        if any(isinstance(node, int) and node.bit_length() > MAX_NUMBER_BITS for node in level):
+            raise ValueError(f"a number has more than {MAX_NUMBER_BITS} bits")
+        level = [child for node in level for child in _children(node)]
+    return schema
+
+
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_check_numbers)]
 
 
 class RequestModel(BaseModel):
@@ -42,7 +55,7 @@ class JsonSchemaFormat(RequestModel):
 
     name: str = Field(pattern=NAME)
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonSchema = Field(alias="schema")
     strict: bool | None = None  # ignored: every answer follows its schema
 
 
@@ -58,7 +71,7 @@ class Function(RequestModel):
 
     name: str = Field(pattern=NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchema | None = None
     strict: bool | None = None
 
 
@@ -189,6 +202,8 @@ def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool =
         text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
     except ValueError:
         raise ParameterError(f"{where}: NaN and Infinity are not JSON", where) from None
+    if len(text) > MAX_GRAMMAR_CHARS:  # bounds the product below, whose factors may have hundreds of digits
+        raise _too_large(len(text), where)
     if math.prod(multiples) > MAX_MULTIPLE:
         raise ParameterError(
             f"{where}: the values of multipleOf are too large, their product may be at most {MAX_MULTIPLE}", where
@@ -197,15 +212,20 @@ def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool =
 
 
 def _multiple_ofs(schema: object, where: str) -> set[int]:
-    """Return the digits of every ``multipleOf``: 125 of 12.5. Raises ParameterError if the schema is nested too deeply."""
+    """Return the digits of every ``multipleOf``: 125 of 12.5. Raises ParameterError if a schema is too deep or too large."""
     level: list[Any] = [schema]
     multiples: set[int] = set()
+    num_chars = 0  # without numbers and punctuation
     for _ in range(MAX_DEPTH):
+        num_chars += sum(len(node) for node in level if isinstance(node, str))
+        num_chars += sum(len(name) for node in level if isinstance(node, dict) for name in node)
         values = [node.get("multipleOf") for node in level if isinstance(node, dict)]
         multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
         level = [child for node in level for child in _children(node)]
     if level:
         raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise _too_large(num_chars, where)
     return multiples
 
 
@@ -228,12 +248,16 @@ def _children(value: object) -> Sequence[Any]:
 
 def _check_size(grammar: str, num_sequences: int, where: str) -> None:
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise ParameterError(f"the schemas take {len(grammar)} characters; they may take {MAX_GRAMMAR_CHARS}", where)
+        raise _too_large(len(grammar), where)
     if len(grammar) * num_sequences > MAX_SENT_CHARS:
         raise ParameterError(
             f"{num_sequences} sequences with schemas of {len(grammar)} characters are too much for one request; ask for fewer",
             where,
         )
+
+
+def _too_large(num_chars: int, where: str) -> ParameterError:
+    return ParameterError(f"the schemas take {num_chars} characters; they may take {MAX_GRAMMAR_CHARS}", where)
 
 
 def _check(grammar: str, schemas: Sequence[_Schema]) -> None:

@@ -22,6 +22,7 @@ SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # decoder steps of Hugging F
 BPE = "BPE"
 NUM_BYTES = 256  # tekken's first pieces
 MAX_UNUSED_IDS = 2**16  # ids without a piece
+SHORT_CHARS = 4096  # a text of so many takes Hugging Face's library 3 ms
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -121,7 +122,17 @@ class HfTokenizer(Tokenizer):
         return token_id if token_id in added and added[token_id].special else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._backend.encode(text).ids)
+        return tuple(encode_by_backend(self._backend, text))
+
+
+def encode_by_backend(backend: "Backend", text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a text by Hugging Face's library, which lets other threads run only while it encodes a batch.
+
+    A text of 8 MiB would stop the event loop for seconds. A short one takes less time than the change of threads.
+    """
+    if len(text) <= SHORT_CHARS:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.router.tokenization.backends import encode_by_backend
 from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, message_texts
 from tramontane.router.tokenization.tokenizer import validate_text
 
@@ -61,7 +62,7 @@ class TemplateTokens:
         text = _replace_all(_replace_all(rendered, self._names), self._contents)
         if self._secret in _replace_all(text, dict.fromkeys(self._names.values(), "")).lower():
             raise RequestError("a message spells out control tokens, and the model's chat template alters them; leave them out")
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(encode_by_backend(self._tokenizer, text, add_special_tokens=False))
 
 
 class JinjaChatTemplate:

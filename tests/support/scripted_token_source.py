@@ -78,14 +78,13 @@ async def _load() -> MeasuredLoad:
 
 def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
     """``settings`` are fields of ``HttpAppConfig``."""
-    fields: dict[str, Any] = {"chat": CHAT} | settings
+    fields: dict[str, Any] = {"chat": CHAT, "max_body_bytes": MAX_BODY} | settings
     return HttpApp(
         HttpAppConfig(
             model=model,
             source=source,
             is_ready=_ready,
             expert_load=_load,
-            max_body_bytes=MAX_BODY,
             writes_per_s=10**9,
             **fields,
         )

@@ -63,7 +63,7 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     cut[:, 0] = False  # the likeliest token is kept, however small top_p is
     probs = probs.masked_fill(cut, 0.0)
     cumulative = probs.cumsum(-1)
-    targets = column([hashed_uniform(p.seed, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
+    targets = column([hashed_uniform(p.seed or 0, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
     picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)
     # Rounding may step past the last kept token: clamp to the last one with any probability.
     # If all logits are NaN (a float16 overflow), none is kept: the token is then arbitrary, but nothing crashes.

@@ -17,6 +17,7 @@ from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.body_limits import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
+from tramontane.router.openai.body_bounds import SMALL_BODY
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_BODY = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
@@ -102,6 +103,23 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("size", [SMALL_BODY, SMALL_BODY + 1])
+def test_a_body_counts_as_held_until_it_is_parsed(size: int) -> None:
+    """Large ones wait for one thread, so hundreds could wait."""
+
+    async def scenario() -> None:
+        bodies = BodyLimiter()
+        request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
+        assert await bodies.parse(request, size, lambda body: (len(body), bodies.num_held)) == (size, size)
+        assert bodies.num_held == 0
+        request = Request({"type": "http", "headers": []}, Sender([b"a" * size]).receive)
+        with pytest.raises(ValueError, match="invalid literal"):
+            await bodies.parse(request, size, int)
+        assert bodies.num_held == 0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_a_body_that_stands_still_is_given_up(path: str) -> None:
     async def scenario() -> None:
@@ -154,7 +172,7 @@ def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
             return await sender.receive()
 
         bodies = BodyLimiter(progress_timeout_s=30.0)
-        reading = bodies.read(Request({"type": "http", "headers": []}, receive), 2**20)
+        reading = bodies.parse(Request({"type": "http", "headers": []}, receive), 2**20, bytes)
         if is_read:
             assert len(await reading) == sum(sizes)
         else:

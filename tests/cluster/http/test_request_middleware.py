@@ -11,8 +11,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
+from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.errors import error_response
+from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.serve_patches.proxy import StripControlHeaders, proxy_middlewares
 from tramontane.proto.errors import OverloadedError, PipelineError, UnsatisfiableSchemaError
 from tramontane.proto.grpc_messages import DETAILS, error_from_status, status_for
@@ -214,3 +217,21 @@ def test_a_schema_that_no_try_can_follow_is_not_worth_another() -> None:
     assert (response.status_code, "retry-after" in response.headers) == (400, False)
     assert check_error(bytes(response.body), code="unfollowable")["type"] == "invalid_request_error"
     assert isinstance(error_from_status(refusal.code, refusal.message, [(DETAILS, refusal.details)]), UnsatisfiableSchemaError)
+
+
+def test_a_websocket_is_closed_before_any_endpoint_sees_it() -> None:
+    """No endpoint takes one, and none asks for its key."""
+    sent = []
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        raise AssertionError("the application must not see it")
+
+    async def receive() -> Message:
+        raise AssertionError("nothing of it is read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/completions", "headers": []}
+    asyncio.run(AuthMiddleware(app, ApiKeys(), sends_id=True)(scope, receive, send))
+    assert sent == [{"type": "websocket.close"}]

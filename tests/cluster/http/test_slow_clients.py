@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -274,3 +275,55 @@ def test_a_proxy_that_cannot_cut_says_so() -> None:
         asyncio.run(_answer(b"0.05", _one_write, stuck))
     with pytest.raises(SlowReaderError):
         asyncio.run(_one_write(with_backpressure(stuck, 0.05)))
+
+
+def test_the_limit_counts_for_each_piece_so_that_a_slow_reader_gets_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the event loop's clock, which the connection moves on: each piece takes 40 s of the 60 s, and all of them 200 s."""
+    size = 5 * PIECE_BYTES
+
+    class Slow(Buffering):
+        async def send(self, message: Message) -> None:
+            nonlocal now
+            now += 40.0
+            for _ in range(3):  # what waits for this time has its turn
+                await asyncio.sleep(0)
+            await super().send(message)
+
+    async def whole(send: Send) -> None:
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def scenario() -> None:
+        connection = Slow(reads=True)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        await _answer(b"60", whole, connection.send)
+        assert not connection.closed.is_set()
+        assert sum(len(message["body"]) for message in connection.written) == size
+
+    now = 0.0
+    asyncio.run(scenario())
+
+
+class SocketConnection(Connection):
+    """Of a client over TCP."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def get_extra_info(self, name: str) -> Any:  # noqa: ANN401
+        return self._connection if name == "socket" else None
+
+    def abort(self) -> None:
+        self._connection.close()
+        super().abort()
+
+
+def test_a_connection_that_is_cut_is_reset_and_what_is_unsent_is_discarded() -> None:
+    """If it were closed in order the system would keep the rest, for a client that never reads it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        connection = SocketConnection(listener.accept()[0])
+        asyncio.run(_answer(b"0.05", _one_write, connection.send))
+        assert connection.closed.is_set()
+        client.settimeout(60)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)

@@ -54,6 +54,18 @@ def test_several_completions_of_a_prompt_differ_and_are_the_same_again(llm: LLM)
     assert llm.generate("ROMEO:", sampling, n=4) == [output]
 
 
+def test_equal_prompts_differ_without_a_seed_and_are_the_same_with_one(llm: LLM) -> None:
+    unseeded, seeded = SamplingParams(max_tokens=8, temperature=1.0), SamplingParams(max_tokens=8, temperature=1.0, seed=0)
+    outputs = llm.generate(["ROMEO:"] * 3, unseeded, n=2)
+    assert [[each.index for each in output.outputs] for output in outputs] == [[0, 1]] * 3
+    texts = [each.token_ids for output in outputs for each in output.outputs]
+    assert len(set(texts)) == 6
+    assert llm.generate(["ROMEO:"] * 3, unseeded, n=2) == outputs
+    [alone] = llm.generate("ROMEO:", seeded, n=2)
+    assert llm.generate(["ROMEO:"] * 3, seeded, n=2) == [alone] * 3
+    assert [each.token_ids for each in alone.outputs] == texts[:2]
+
+
 def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     [answer] = llm.chat(messages, GREEDY)

@@ -70,6 +70,8 @@ class Replica:
             yield message
 
     async def is_ready(self) -> tuple[bool, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
         return self.router.is_ready, self.name
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
@@ -279,8 +281,9 @@ def test_the_activity_of_every_router_is_requested() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pipeline_is_well_whatever_became_of_the_router_of_another() -> None:
+def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that is stopped, or whose machine is lost, answers nothing; no caller waits for it, and calls to it end."""
+    monkeypatch.setattr(router_questions, "READINESS_TTL_S", 0.0)
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
@@ -317,14 +320,64 @@ def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -
         silent = Replica("a")
         silent.is_cut_off = True
         async with _harness([silent], running="a") as routers:
-            request_task = asyncio.create_task(routers.is_ready())
-            while not silent.call_counts["is_ready"]:
+            request_task = asyncio.create_task(routers.activity({}))
+            while not silent.call_counts["activity"]:
                 await asyncio.sleep(0)
             request_task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request_task
-            while not silent.call_counts["is_ready in vain"]:
+            while not silent.call_counts["activity in vain"]:
                 await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_routers_are_asked_once_a_second_whether_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any client may ask, without a key: many at once share one query, and its answer stands for a second."""
+
+    async def scenario() -> None:
+        replica, now = Replica("a"), 100.0
+        async with _harness([replica], running="a") as routers:
+            with monkeypatch.context() as patched:
+                patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
+                assert await asyncio.gather(*(routers.is_ready() for _ in range(50))) == [True] * 50
+                now += 0.999
+                assert await routers.is_ready()
+                assert replica.call_counts["is_ready"] == 1
+                replica.is_dead = True
+                now += 0.002
+                assert await asyncio.gather(*(routers.is_ready() for _ in range(50))) == [False] * 50
+                assert replica.call_counts["is_ready"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_query_about_readiness_ends_with_the_ingress() -> None:
+    async def scenario() -> None:
+        silent = Replica("a")
+        silent.is_cut_off = True
+        async with _harness([silent], running="a") as routers:
+            asking = asyncio.create_task(routers.is_ready())
+            while not silent.call_counts["is_ready"]:
+                await asyncio.sleep(0)
+            routers.close()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert silent.call_counts["is_ready in vain"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_takes_the_answer_about_readiness_from_no_other() -> None:
+    async def scenario() -> None:
+        replica = Replica("a")
+        async with _harness([replica], running="a") as routers:
+            first, second = (asyncio.create_task(routers.is_ready()) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert await second
+            assert first.cancelled()
+            assert replica.call_counts["is_ready"] == 1
 
     asyncio.run(scenario())
 

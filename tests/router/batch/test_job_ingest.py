@@ -13,7 +13,8 @@ from tramontane.proto.errors import JobRefusedError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
-from tramontane.router.batch.input_lines import InputLine, LineSplitter
+from tramontane.router.batch.input_lines import InputLine, LineSplitter, parse_line
+from tramontane.router.openai.body_bounds import MAX_GROUPS
 
 
 @pytest.fixture
@@ -113,3 +114,11 @@ def test_custom_ids_are_compared_in_work_linear_in_the_lines(
         steps.append(num_steps() - before)
     assert steps[0] > 100
     assert steps[1] < 2.3 * steps[0]
+
+
+def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
+    """Half a million lists have room in a line, and a parser would hold the interpreter lock for as long as they take."""
+    text = request("a", "b", extra=[[]] * MAX_GROUPS).strip()
+    line = parse_line(InputLine(7, text), "/v1/completions", 2**20)
+    assert (line.custom_id, line.text) == (None, None)
+    assert line.problem == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"

@@ -46,6 +46,7 @@ from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
 from tramontane.router.grpc.jobs import coalesce, submit
 from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
+from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
@@ -244,7 +245,7 @@ def test_a_response_format_is_the_grammar_that_it_is_over_http(response_format: 
     assert asyncio.run(grammar(over_grpc)) == asyncio.run(grammar(over_http)) != ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
+@pytest.mark.parametrize("text", ["", "{", "[" * 30_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
 def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
         parse_generate(pb.GenerateRequest(text="a", response_format=text))
@@ -669,3 +670,30 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
     lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
     assert lines[0] == "request grpc came over gRPC: ScoreRequest"
     assert any(line.startswith("request grpc has made the pipeline fail twice") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("request_message", "message"),
+    [
+        (pb.GenerateRequest(text="a", stop=["a"] * 17), "stop has 17 items; it may have at most 16"),
+        (
+            pb.GenerateRequest(text="a", logit_bias=dict.fromkeys(range(1025), 1.0)),
+            "logit_bias has 1025 items; it may have at most 1024",
+        ),
+        (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=bytes(MAX_ITEMS + 1))),
+            f"prompt has {MAX_ITEMS + 1} items; it may have at most {MAX_ITEMS}",
+        ),
+        (
+            pb.GenerateRequest(text="a", response_format="[" + "[]," * MAX_GROUPS + "[]]"),
+            f"response_format has more than {MAX_GROUPS} lists and objects; send fewer at once",
+        ),
+    ],
+    ids=["stop", "logit_bias", "token_ids", "response_format"],
+)
+def test_what_a_message_has_too_much_of_is_refused_before_it_is_converted(
+    request_message: pb.GenerateRequest, message: str
+) -> None:
+    with pytest.raises(ParameterError) as refused:
+        parse_generate(request_message)
+    assert str(refused.value) == message

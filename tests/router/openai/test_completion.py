@@ -526,6 +526,25 @@ def test_without_a_seed_every_request_has_one_of_its_own(model: ServedModel, scr
     assert seeds[0] != seeds[1]
 
 
+def _draws(source: ScriptedSource) -> list[tuple[int | None, int]]:
+    """What the random numbers of each sequence depend on."""
+    return [(spec.sampling.seed, spec.sampling.choice) for spec in source.specs]
+
+
+def test_without_a_seed_equal_prompts_are_sampled_apart(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script] * 6)
+    _run(model, source, prompt=["a", "b", "a"], n=2)
+    seed = source.specs[0].sampling.seed
+    assert _draws(source) == [(seed, choice) for choice in range(6)]
+
+
+def test_with_the_clients_seed_a_prompt_has_the_text_that_it_has_alone(model: ServedModel, script: tuple[int, ...]) -> None:
+    source, alone = ScriptedSource([script] * 6), ScriptedSource([script] * 2)
+    _run(model, source, prompt=["a", "b", "a"], n=2, seed=7)
+    _run(model, alone, prompt="b", n=2, seed=7)
+    assert _draws(source) == _draws(alone) * 3 == [(7, 0), (7, 1)] * 3
+
+
 def test_token_ids_go_through_as_they_are(model: ServedModel, script: tuple[int, ...]) -> None:
     source = ScriptedSource([script] * 2)
     answer = _run(model, source, prompt=[[5, 6], [7]], return_token_ids=True)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
 from tramontane.router.structured import validator_process as grammar_child
-from tramontane.router.structured.grammar import ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
+from tramontane.router.structured.grammar import Function, ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
 from tramontane.router.tokenization.chat import ToolFormat
 
 CALLS, ARGS = 256, 257  # control tokens, after a token for every byte
@@ -321,3 +321,19 @@ def test_nothing_in_a_schema_gets_out_of_it() -> None:
     assert grammar.count("\n") == 2
     assert _takes(grammar, json.dumps({nasty: nasty}, ensure_ascii=False))
     assert not _takes(grammar, "x")
+
+
+@pytest.mark.parametrize("where", [{"const": 2**1536}, {"enum": [1, {"a": [-(2**1536)]}]}])
+def test_a_number_of_many_digits_is_refused_before_a_schema_is_written(where: dict[str, Any]) -> None:
+    """Writing it takes time quadratic in its length, and a schema has room for thousands; also where nothing is called."""
+    with pytest.raises(ValidationError, match="more than 1536 bits"):
+        Function(name="f", parameters=where)
+    with pytest.raises(ValidationError, match="more than 1536 bits"):
+        _format(where)
+    assert Function(name="f", parameters={"const": 2**1536 - 1}).parameters == {"const": 2**1536 - 1}
+
+
+def test_a_schema_is_too_large_before_it_is_written() -> None:
+    """By its names and texts; with all else, and many numbers, it may only be larger."""
+    with pytest.raises(ParameterError, match="the schemas take 65540 characters; they may take 65536"):
+        build_grammar(_format({"enum": ["a" * 65536]}))

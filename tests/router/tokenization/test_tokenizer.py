@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tokenizer
 
+from tramontane.proto.errors import RequestError
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -78,3 +79,12 @@ def test_the_unknown_piece_is_what_sentencepiece_says(
 def test_newlines_and_spaces_survive(tokenizer: Tokenizer) -> None:
     text = "one\n\n  two   three\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_text_is_too_long_if_even_its_longest_pieces_are_too_many(tokenizer: Tokenizer) -> None:
+    """Characters are not tokens: a text may have more of them than there is room for tokens."""
+    longest = tokenizer.max_piece_bytes
+    assert longest > 1
+    tokenizer.check_length("a" * (7 * longest), 7)
+    with pytest.raises(RequestError, match=f"{7 * longest + 1} characters is too long; there is room for 7 tokens"):
+        tokenizer.check_length("a" * (7 * longest + 1), 7)

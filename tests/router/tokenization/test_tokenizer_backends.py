@@ -14,7 +14,13 @@ from sentencepiece import SentencePieceProcessor
 from tokenizer_files import AWKWARD, SENTENCEPIECE, TEKKEN, json_of_sentencepiece, json_of_tekken, small_tekken
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.backends import (
+    SHORT_CHARS,
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TekkenTokenizer,
+    encode_by_backend,
+)
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 Kinds = dict[str, tuple[Tokenizer, Callable[[str], Sequence[int]]]]
@@ -224,3 +230,31 @@ def test_a_vocabulary_has_text_for_what_is_text_only(tmp_path: Path) -> None:
         assert tokenizer.control_id("[NONE]") is tokenizer.control_id("the") is tokenizer.control_id("<0x41>") is None
         text = "To be, \u20ac or not"
         assert b"".join(pieces[token_id] for token_id in tokenizer.encode(text)).decode().strip() == text
+
+
+@pytest.mark.parametrize("adds_special_tokens", [True, False])
+def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizers: Kinds, adds_special_tokens: bool) -> None:
+    """Only ``encode_batch_fast`` of Hugging Face's library gives up the interpreter lock."""
+
+    class Backend:
+        """Of real ids; notes how long the texts of each method are."""
+
+        def __init__(self, inner: Any) -> None:  # noqa: ANN401
+            self.inner = inner
+            self.lengths: dict[str, list[int]] = {"one": [], "batch": []}
+
+        def encode(self, text: str, **settings: bool) -> Any:  # noqa: ANN401
+            self.lengths["one"].append(len(text))
+            return self.inner.encode(text, **settings)
+
+        def encode_batch_fast(self, texts: list[str], **settings: bool) -> Any:  # noqa: ANN401
+            self.lengths["batch"] += map(len, texts)
+            return self.inner.encode_batch_fast(texts, **settings)
+
+    for tokenizer in (made for made, _ in tokenizers.values() if isinstance(made, HfTokenizer)):
+        text = "".join(AWKWARD) * 2
+        backend: Any = Backend(tokenizer._backend)
+        ids = encode_by_backend(backend, text, add_special_tokens=adds_special_tokens)
+        assert ids == tokenizer._backend.encode(text, add_special_tokens=adds_special_tokens).ids
+        encode_by_backend(backend, "a" * SHORT_CHARS, add_special_tokens=adds_special_tokens)
+        assert backend.lengths == {"one": [SHORT_CHARS], "batch": [len(text)]}

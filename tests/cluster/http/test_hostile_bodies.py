@@ -1,0 +1,171 @@
+"""The largest bodies of the shapes that cost most, at every endpoint: the event loop parses none, and no parser gets too much."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import new_batch_harness
+from hostile_bodies import MAX_BODY, TEMPLATES, bodies, messages, uploads
+from http_fuzz import check_error
+from pydantic import BaseModel
+from scripted_token_source import CHAT, MODEL, ScriptedSource, client_for, http_app_for
+from starlette.applications import Starlette
+
+from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
+from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import ParameterError
+from tramontane.router.grpc import messages as grpc_messages
+from tramontane.router.grpc.handlers import MalformedMessage, _parser
+from tramontane.router.grpc.servicer import GrpcServicer
+from tramontane.router.openai import tokenize
+from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS, MAX_MEMBERS, SMALL_BODY, count_elements
+
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+
+
+class ParserSpy:
+    """Notes what parsers are given; ``faults`` has what they should not have been given."""
+
+    def __init__(self) -> None:
+        self.num_large = 0
+        self.faults: list[str] = []
+        self._loop_thread = threading.get_ident()
+
+    def observe(self, given: str | bytes) -> None:
+        text = given.encode() if isinstance(given, str) else bytes(given)
+        if len(text) <= SMALL_BODY:
+            return
+        self.num_large += 1
+        if threading.get_ident() == self._loop_thread:
+            self.faults.append(f"the event loop parsed {len(text)} bytes: {text[:40]!r}")
+        counts = count_elements(text)
+        if counts.commas >= MAX_ITEMS or counts.groups > MAX_GROUPS or counts.members > MAX_MEMBERS:
+            self.faults.append(f"a parser got {counts}: {text[:40]!r}")
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParserSpy]:
+    made = ParserSpy()
+
+    def watch(owner: Any, name: str, parse: Any) -> None:  # noqa: ANN401
+        def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            made.observe(args[-1])
+            return parse(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, classmethod(watched) if owner is BaseModel else watched)
+
+    watch(BaseModel, "model_validate_json", BaseModel.model_validate_json.__func__)  # type: ignore[attr-defined]
+    watch(json, "loads", json.loads)
+    watch(grpc_messages, "from_json", grpc_messages.from_json)
+    yield made
+    assert not made.faults, made.faults[:5]
+
+
+async def _move(_load: ExpertLoad) -> tuple[int, int]:
+    return 0, 1
+
+
+@pytest.mark.parametrize("path", TEMPLATES)
+def test_the_event_loop_parses_no_large_body_and_no_parser_gets_too_many_elements(path: str, spy: ParserSpy) -> None:
+    async def scenario() -> None:
+        app = http_app_for(ScriptedSource(), max_body_bytes=MAX_BODY, move_experts=_move)
+        async with client_for(app.app()) as client:
+            for name, body in bodies(path):
+                response = await client.post(path, content=body)
+                assert response.status_code in (200, 400), (name, response.text[:200])
+                if response.status_code == 400:
+                    check_error(response.content)
+
+    asyncio.run(scenario())
+    assert spy.num_large
+
+
+def test_a_form_of_any_shape_is_read_in_small_pieces(tmp_path: Path, spy: ParserSpy) -> None:
+    harness = new_batch_harness(tmp_path)
+
+    async def scenario() -> None:
+        app = Starlette(routes=BatchEndpoints(harness.service()).routes(), exception_handlers=ERROR_HANDLERS)
+        async with client_for(app) as client:
+            for name, body in uploads(2**20):
+                response = await client.post("/v1/files", content=body, headers=FORM)
+                assert response.status_code in (200, 400), (name, response.text[:200])
+            assert (await client.post("/v1/batches", content=b"[" * MAX_BODY)).status_code == 413
+
+    asyncio.run(scenario())
+    harness.close()
+    assert not spy.num_large
+
+
+@pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.ScoreRequest])
+def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+    """A message of gRPC becomes JSON in between, also in the thread for large bodies."""
+    dumped, cases, dumps = list[str](), list(messages()), json.dumps
+
+    def watched_dumps(value: Any, **more: Any) -> str:  # noqa: ANN401
+        dumped.append(text := dumps(value, **more))
+        spy.observe(text)
+        return text
+
+    monkeypatch.setattr(grpc_messages.json, "dumps", watched_dumps)
+    parse = _parser(kind)
+
+    async def scenario() -> None:
+        servicer = GrpcServicer(MODEL, ScriptedSource())
+        method = grpc_messages.parse_generate if kind is pb.GenerateRequest else grpc_messages.parse_score
+        for name, data in cases:
+            message = parse(data)
+            if isinstance(message, MalformedMessage):
+                assert name == "unknown fields" or kind is pb.ScoreRequest, name
+                continue
+            with pytest.raises(ParameterError):
+                await servicer._prepare(method, message, _Context())
+
+    asyncio.run(scenario())
+    assert dumped
+
+
+class _Context:
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+def test_json_within_texts_of_a_conversation_is_bounded_like_a_body() -> None:
+    """Templates parse the arguments of calls, and some the results of tools."""
+    hostile = f"[{'[1],' * MAX_GROUPS}1]"
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": hostile}}
+    question, calling = {"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "123456789", "content": hostile}
+
+    async def refusal(*conversation: Any) -> str:  # noqa: ANN401
+        model = http_app_for(ScriptedSource(), max_body_bytes=MAX_BODY, model=replace(MODEL, max_model_len=2**20))
+        async with client_for(model.app()) as client:
+            response = await client.post("/tokenize", json={"messages": conversation})
+            assert response.status_code == 400
+            return str(check_error(response.content, "messages")["message"])
+
+    bound = f"has more than {MAX_GROUPS} lists and objects; send fewer at once"
+    assert asyncio.run(refusal(question, calling)) == f"the JSON of a tool call {bound}"
+    harmless = {**calling, "tool_calls": [call | {"function": {"name": "f", "arguments": "{}"}}]}
+    assert asyncio.run(refusal(question, harmless, result)) == f"the result of a tool {bound}"
+
+
+def test_an_answer_of_tokenize_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in one step, and a text may have more tokens than the context has positions."""
+    monkeypatch.setattr(tokenize, "MAX_ITEMS", 5)
+
+    async def scenario() -> None:
+        async with client_for(http_app_for(ScriptedSource(), chat=CHAT).app()) as client:
+            assert (await client.post("/tokenize", json={"prompt": "ROMEO:"})).status_code == 200
+            for given in ({"prompt": "ROMEO: " * 9}, {"messages": [{"role": "user", "content": "ROMEO: " * 9}]}):
+                response = await client.post("/tokenize", json=given)
+                assert response.status_code == 400
+                assert "tokens; one request may have at most 5" in check_error(response.content, next(iter(given)))["message"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,92 @@
+"""The elements of a body are counted without parsing it, and large bodies are parsed in a thread of their own."""
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tramontane.proto.errors import ParameterError
+from tramontane.router.openai import body_bounds
+from tramontane.router.openai.body_bounds import (
+    MAX_GROUPS,
+    MAX_ITEMS,
+    MAX_MEMBERS,
+    SMALL_BODY,
+    ElementCounts,
+    check_elements,
+    count_elements,
+    run_off_loop,
+)
+
+AWKWARD = st.text('\\"[]{},:a\u00e9\n', max_size=12)
+JSON = st.recursive(
+    st.none() | st.integers() | AWKWARD,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(AWKWARD, inner, max_size=5),
+    max_leaves=20,
+)
+
+
+def _counts(value: Any) -> ElementCounts:  # noqa: ANN401
+    """Count in the parsed objects."""
+    if not isinstance(value, list | dict):
+        return ElementCounts(0, 0, 0)
+    inner = [_counts(each) for each in (value if isinstance(value, list) else value.values())]
+    commas, groups, members = (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    return ElementCounts(commas + max(len(value) - 1, 0), groups + 1, members + len(value) * isinstance(value, dict))
+
+
+@given(value=JSON, piece=st.integers(1, 9), ascii_only=st.booleans())
+@example(value={"a": [1, "2, [3]"], 'b",': 4}, piece=4, ascii_only=True)
+@example(value=["\\", '\\"[', "\\\\"], piece=1, ascii_only=True)
+def test_elements_are_counted_as_a_parser_finds_them_however_the_body_is_cut(value: Any, piece: int, ascii_only: bool) -> None:  # noqa: ANN401
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(body_bounds, "SCAN_BYTES", piece)
+        assert count_elements(body) == _counts(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[" + "1," * MAX_ITEMS + "1]", f"the body has more than {MAX_ITEMS} items; send fewer at once"),
+        ("[" + "[]," * MAX_GROUPS + "[]]", f"the body has more than {MAX_GROUPS} lists and objects; send fewer at once"),
+        (
+            '{"":1,' + '"":1,' * MAX_MEMBERS + '"":1}',
+            f"the body has more than {MAX_MEMBERS} names in objects; send fewer at once",
+        ),
+    ],
+    ids=["items", "lists", "members"],
+)
+def test_a_body_with_too_many_elements_is_refused_with_the_bound(body: str, message: str) -> None:
+    with pytest.raises(ParameterError) as refused:
+        check_elements(body.encode())
+    assert str(refused.value) == message
+    check_elements(json.dumps(body).encode())  # in a text nothing counts
+
+
+def test_a_body_may_have_as_many_elements_as_the_bounds_say() -> None:
+    check_elements(("[" + "1," * (MAX_ITEMS - 1) + "1]").encode())
+    check_elements(("[" + "[]," * (MAX_GROUPS - 2) + "[]]").encode())
+    check_elements(("{" + '"":1,' * (MAX_MEMBERS - 1) + '"":1}').encode())
+
+
+def test_counting_ends_where_a_bound_is_exceeded() -> None:
+    """The rest may be megabytes, and invalid."""
+    body = b"[" * (MAX_GROUPS + 1)
+    counts = count_elements(body + b"[" * 2**23)
+    assert MAX_GROUPS < counts.groups <= 2 * body_bounds.SCAN_BYTES
+
+
+def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_the_thread_for_that() -> None:
+    async def scenario() -> None:
+        here = threading.get_ident()
+        assert await run_off_loop(SMALL_BODY, threading.get_ident) == here
+        threads = set(await asyncio.gather(*(run_off_loop(SMALL_BODY + 1, threading.get_ident) for _ in range(9))))
+        assert len(threads) == 1
+        assert here not in threads
+
+    asyncio.run(scenario())

@@ -1,0 +1,87 @@
+"""The largest bodies that a server reads, of every shape that costs a parser the most, for every endpoint."""
+
+import json
+from collections.abc import Iterator
+
+from tramontane.proto import inference_pb2 as pb
+
+MAX_BODY = 8 * 2**20  # the default of max_body_bytes
+MAX_MESSAGE = 4 * 2**20 - 64  # of gRPC
+PLACE = "VALUE"  # where a value goes in a template
+ITEMS = {"numbers": "1,", "lists": "[1],", "texts": '"",', "objects": "{},", "big numbers": "9" * 4000 + ","}
+TEXTS = {"letters": "a", "escapes": "\\n", "quotes": '\\"', "code points": "\\u00e9", "backslashes": "\\\\"}
+FILES = {"line ends": b"\n", "returns": b"\r\n", "boundaries": b"\r\n--a", "lists": b"[1],"}
+SCHEMA = '"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":VALUE}}}'
+USER = '{"messages":[{"role":"user","content":"a"}],'
+CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"123456789","type":"function","function":{"name":"f","arguments":'
+TOOL = '"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":VALUE}}}]}'
+TEMPLATES = {
+    "/v1/completions": (
+        '{"prompt":VALUE}',
+        "VALUE",
+        '{"prompt":"a","stop":VALUE}',
+        '{"prompt":"a","logit_bias":VALUE}',
+        '{"prompt":"a","suffix":VALUE}',
+        '{"other":VALUE}',
+        '{"prompt":"a",' + SCHEMA + "}",
+    ),
+    "/v1/chat/completions": (
+        '{"messages":[{"role":"user","content":VALUE}]}',
+        '{"messages":VALUE}',
+        '{"messages":[{"role":"user","content":"a","other":VALUE}]}',
+        CALL + "VALUE}}]}]}",
+        USER + '"tools":VALUE}',
+        USER + TOOL,
+        USER + '"tool_choice":VALUE}',
+        '{"tool_choice":VALUE}',
+        USER + SCHEMA + "}",
+    ),
+    "/tokenize": ('{"prompt":VALUE}', '{"messages":VALUE}', USER + TOOL, '{"other":VALUE}'),
+    "/detokenize": ('{"tokens":VALUE}', '{"other":VALUE}'),
+    "/experts": ('{"tokens_by_layer":VALUE}', "VALUE"),
+}
+
+
+def structures(num_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield names and JSON values, of about ``num_bytes``, with as many elements as there is room for."""
+    for name, item in ITEMS.items():
+        yield f"a list of {name}", f"[{(item * (num_bytes // len(item)))[:-1]}]"
+    yield "many members", "{" + "".join(f'"{n}":1,' for n in range(num_bytes // 11))[:-1] + "}"
+    yield "JSON in a text", json.dumps(f"[{('[1],' * (num_bytes // 4))[:-1]}]")
+
+
+def values(num_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield names and all JSON values of about ``num_bytes``."""
+    yield from structures(num_bytes)
+    for name, character in TEXTS.items():
+        yield f"a text of {name}", f'"{character * (num_bytes // len(character))}"'
+    yield "deep lists", "[" * num_bytes
+    yield "white space", " " * num_bytes
+
+
+def bodies(path: str, num_bytes: int = MAX_BODY) -> Iterator[tuple[str, bytes]]:
+    """Yield names and bodies for one endpoint: every value in its first template, and structures in the others."""
+    for number, template in enumerate(TEMPLATES[path]):
+        for name, value in (structures if number else values)(num_bytes - len(template) - 2):
+            yield f"{name} in {template:.80}", template.replace(PLACE, value).encode()
+
+
+def uploads(num_bytes: int = MAX_BODY) -> Iterator[tuple[str, bytes]]:
+    """Yield names and forms, with the boundary ``b``, for ``/v1/files``."""
+    head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    head += b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    for name, piece in FILES.items():
+        yield f"a file of {name}", head + piece * (num_bytes // len(piece)) + b"\r\n--b--\r\n"
+
+
+def messages() -> Iterator[tuple[str, bytes]]:
+    """Yield names and messages for the methods Generate and Score of gRPC, as bytes."""
+    prompt, unknown, empty_stop, ids = pb.GenerateRequest(text="a").SerializeToString(), b"\xa0\x06\x00", b"z\x00", b"\x01"
+    biases = pb.GenerateRequest(text="a", logit_bias=dict.fromkeys(range(MAX_MESSAGE // 15), 1.0))
+    yield "unknown fields", prompt + unknown * (MAX_MESSAGE // 3)
+    yield "stops", prompt + empty_stop * (MAX_MESSAGE // 2)
+    yield "token ids", pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_MESSAGE)).SerializeToString()
+    yield "biases", biases.SerializeToString()
+    for name, value in values(MAX_MESSAGE - 64):
+        yield f"{name} as response_format", pb.GenerateRequest(text="a", response_format=value).SerializeToString()
+    yield "a text", pb.GenerateRequest(text="a" * MAX_MESSAGE).SerializeToString()
