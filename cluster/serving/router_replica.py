@@ -102,13 +102,13 @@ class RouterReplica:
         async for message in self._streams.subscribe(ingress, replica):
             yield message
 
-    async def generate(self, ingress: str, number: int, specs: bytes, model: str) -> bytes:
+    async def generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
         """Run one request from its arrival to its end; see ``IngressStreams``."""
         if not self._router.is_attached and await self._is_superseded():
             return self._streams.refusal(
                 PipelineSupersededError("the pipeline was given to a newer version, which is not ready yet")
             )
-        return await self._streams.generate(self._router, ingress, number, specs, model)
+        return await self._streams.generate(self._router, ingress, number, specs, model, may_wait)
 
     async def _is_superseded(self) -> bool:
         """Return whether routers of a later deployment are starting or running."""

@@ -55,9 +55,9 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, ingress: str, number: int, specs: bytes, model: str) -> Response:
+    def _generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> Response:
         self.num_calls += 1
-        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model)))
+        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model, may_wait)))
 
 
 class StepByStep(ScriptedChain):
