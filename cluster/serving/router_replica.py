@@ -66,7 +66,8 @@ class RouterReplica:
         record_deployment(application.name, deployed_at)  # before routers of an older deployment lose their pipelines
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
-        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
+        rank = serve.get_replica_context().rank.rank  # only where to look first: the lease decides
+        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout, first_number=rank)
         self._acquiring = asyncio.create_task(self._exit.enter_async_context(pipeline))
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)

@@ -1,11 +1,13 @@
 """An event loop whose clock moves by itself: where nothing is ready, it jumps to the next timer."""
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LIMIT_S = 3600.0
 
 
 class _InstantSelector(selectors.SelectSelector):
@@ -13,12 +15,15 @@ class _InstantSelector(selectors.SelectSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
+        self.now, self.limit_s = 0.0, LIMIT_S
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         assert timeout is not None, "nothing is ready and no timer is set: the test would wait forever"
         if not (ready := super().select(0)):
             self.now += timeout
+        if self.now > self.limit_s:
+            self.limit_s = math.inf  # the tasks can still be cancelled
+            raise TimeoutError(f"the test has not ended after {LIMIT_S:g} s of virtual time")
         return ready
 
 

@@ -49,6 +49,7 @@ async def _occupy(replicas: list[Replica], routers: RouterClient) -> "list[async
         each.chain.gate = stuck
     running = [asyncio.create_task(request_tokens(routers)) for _ in replicas]
     while sum(each.router.num_requests for each in replicas) < len(replicas):
+        assert not any(each.done() for each in running)
         await asyncio.sleep(0.01)
     return running
 
