@@ -15,7 +15,7 @@ from virtual_time import block_loop, run_in_virtual_time
 
 from tramontane.cluster.serving import remote_routers, retry_policy
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.token_channel import KEEPALIVE, with_idle_timeout
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, with_idle_timeout
 from tramontane.proto.errors import OverloadedError, PipelineError, PipelineUnavailableError, QueueFullError
 from tramontane.proto.request import SamplingParams, SequenceRequest
 
@@ -210,23 +210,21 @@ def test_requests_wait_for_a_pipeline_that_is_fenced_where_no_other_accepts_them
         replicas = [recovering] if others == "none" else [recovering, other]
         async with _ingress(replicas, len(replicas)) as routers:
             recovering.chain.gate = stuck
-            accepted = asyncio.create_task(request_tokens(routers))
-            while not recovering.router.num_requests + other.router.num_requests:
-                await asyncio.sleep(0)
             if others == "full":
                 fill(other)
             elif others == "not running":
                 other.router.failure = PipelineError("it is lost")
+            accepted = asyncio.create_task(request_tokens(routers))
+            while not recovering.router.num_requests:
+                await asyncio.sleep(0.01)
             await recovering.lose_stages()
             requests = [asyncio.create_task(request_tokens(routers)) for _ in range(3)]
             await asyncio.sleep(300.0)
             assert not any(each.done() for each in requests)
-            assert recovering.router.num_requests >= 3
+            assert recovering.router.num_requests == 4
             recovering.chain.gate = other.chain.gate = _no_gate
             recovering.chain.may_fence.set()
-            assert await asyncio.gather(*requests) == [5] * 3
-            accepted.cancel()
-            await asyncio.gather(accepted, return_exceptions=True)
+            assert await asyncio.gather(accepted, *requests) == [5] * 4
 
     run_in_virtual_time(scenario())
 
@@ -315,5 +313,86 @@ def test_a_consumer_that_takes_its_time_does_not_make_a_router_silent() -> None:
             await asyncio.sleep(20.0)
             num += 1
         assert num == 3
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
+    """It may only have been cut off; the other one would carry its share for ever."""
+
+    async def scenario() -> None:
+        a, b = Replica("a", stuck), Replica("b", stuck)
+        async with _ingress([a, b]) as routers:
+            requests = []
+            for number in (1, 2):
+                requests.append(asyncio.create_task(request_tokens(routers)))
+                while a.router.num_requests + b.router.num_requests < number:
+                    await asyncio.sleep(0.01)
+            assert a.router.num_requests == b.router.num_requests == 1
+            a.is_cut_off = True
+            await asyncio.sleep(remote_routers.SILENCE_TIMEOUT_S + 2.0)
+            assert b.router.num_requests == 2, "what the silent router had is given to the other one"
+            a.is_cut_off = False
+            for each in (a, b):
+                each.chain.gate = _no_gate
+                await each.lose_stages()  # with the micro-batches that wait at the gate
+                each.chain.may_fence.set()
+            await asyncio.sleep(2 * retry_policy.NOT_RUNNING_TTL_S)
+            before = a.call_counts["generate"]
+            for _ in range(20):
+                assert await request_tokens(routers) == 5
+            assert a.call_counts["generate"] == before
+            await asyncio.sleep(remote_routers.SILENT_ROUTER_TTL_S)
+            for _ in range(20):
+                assert await request_tokens(routers) == 5
+            assert a.call_counts["generate"] > before
+            for each in requests:
+                each.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_request_that_a_broken_stream_may_have_accepted_continues_at_once() -> None:
+    """The router has accepted it, and the message that says so is lost with the stream."""
+
+    async def scenario() -> None:
+        replica = Replica("a", stuck)
+        async with _ingress([replica]) as routers:
+            first = asyncio.create_task(request_tokens(routers))
+            while not replica.router.num_requests:
+                await asyncio.sleep(0.01)
+            replica.num_messages = 0  # the next message breaks the stream
+            requested = asyncio.create_task(request_tokens(routers))
+            while replica.call_counts["subscribe"] < 2:
+                await asyncio.sleep(0.01)
+            began = asyncio.get_running_loop().time()
+            replica.chain.gate = _no_gate
+            await replica.lose_stages()  # micro-batches that wait at the gate are given up
+            replica.chain.may_fence.set()
+            assert await asyncio.gather(first, requested) == [5, 5]
+            assert asyncio.get_running_loop().time() - began < remote_routers.ACCEPT_TIMEOUT_S / 2
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_request_whose_call_has_ended_is_not_on_its_way_to_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call may end before its first tokens arrive; it must not keep others from being accepted until they do."""
+
+    async def done(*_: object) -> bytes:
+        return DONE
+
+    async def scenario() -> None:
+        replica = Replica("a")
+        monkeypatch.setattr(replica, "generate", done)
+        handle: Any = Handle([replica])
+        routers = RouterClient(handle, max_unaccepted=1)
+        requested = asyncio.create_task(request_tokens(routers))
+        await asyncio.sleep(1.0)
+        routers.check_capacity(1)
+        assert not requested.done(), "its last tokens may still come"
+        requested.cancel()
+        await asyncio.gather(requested, return_exceptions=True)
+        routers.close()
 
     run_in_virtual_time(scenario())

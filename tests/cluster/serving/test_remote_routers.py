@@ -329,11 +329,13 @@ def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytes
         await opened.wait()
 
     async def scenario() -> None:
-        async with harness([Replica("a", gate)], running="a") as routers:
+        replica = Replica("a", gate)
+        async with harness([replica], running="a") as routers:
             running_requests = asyncio.create_task(request_tokens(routers))
             await asyncio.sleep(0.2)
             opened.set()
             assert await running_requests == 5
+            assert replica.call_counts["generate"] == 2, "no stream yet, and once more: it was not given to the router again"
 
     asyncio.run(scenario())
 
