@@ -33,6 +33,7 @@
         +-- StreamNotOpenError
         +-- JobStoreError
         +-- PipelineUnavailableError
+            +-- PipelineRecoveringError
             +-- PipelineSupersededError
             +-- ModelMismatchError
 
@@ -205,6 +206,10 @@ class JobStoreError(PipelineError):
 
 class PipelineUnavailableError(PipelineError):
     """The pipeline of this router is restarting; another router may be available."""
+
+
+class PipelineRecoveringError(PipelineUnavailableError):
+    """The pipeline of this router is being fenced again; the router queues the request if no other one can work on it now."""
 
 
 class PipelineSupersededError(PipelineUnavailableError):

@@ -34,6 +34,7 @@ ERROR_KINDS: dict[str, type[errors.TramontaneError]] = {
     "full": errors.QueueFullError,
     "overloaded": errors.OverloadedError,
     "no stream": errors.StreamNotOpenError,
+    "recovering": errors.PipelineRecoveringError,
     "handed over": errors.PipelineSupersededError,
     "other model": errors.ModelMismatchError,
     "not running": errors.PipelineUnavailableError,

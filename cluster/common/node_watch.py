@@ -7,6 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextvars import Context
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -15,13 +17,22 @@ ACK_TIMEOUT_S = 2.0  # a living peer announces its node at once
 RECENT_DEATH_S = 30.0  # for so long Ray Serve may still send requests to a replica on a node that has died
 
 
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A call that waits. ``began``: by the watcher's clock."""
+
+    node: Callable[[], str | None]
+    began: float
+    ended: asyncio.Future[None]
+
+
 class DeadNodeWatcher:
-    """Nodes that Ray has declared dead. ``list_dead`` is called only while a caller waits, and once for all callers."""
+    """Nodes that Ray has declared dead. One task calls ``list_dead`` for all callers, and only while one waits."""
 
     def __init__(self, list_dead: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
         self._list_dead, self._clock = list_dead, clock
-        self._polled_at = -POLL_INTERVAL_S
-        self._poll: asyncio.Task[set[str]] | None = None
+        self._waiters: set[_Waiter] = set()
+        self._polling: asyncio.Task[None] | None = None
         self._died_at: dict[str, float] = {}
 
     async def wait_until_dead(self, node: Callable[[], str | None]) -> None:
@@ -30,24 +41,33 @@ class DeadNodeWatcher:
         While ``node`` returns None, as the peer has not announced its node, ACK_TIMEOUT_S have to pass; then the death of
         any node within RECENT_DEATH_S before the call, or since, ends the wait.
         """
-        began = self._clock()
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            await self._refresh()
-            if (known := node()) is not None:
-                if known in self._died_at:
-                    return
-            elif self._clock() - began >= ACK_TIMEOUT_S and any(at > began - RECENT_DEATH_S for at in self._died_at.values()):
-                return
-
-    async def _refresh(self) -> None:
-        if self._poll is None or (self._poll.done() and self._clock() - self._polled_at >= POLL_INTERVAL_S):
-            self._polled_at = self._clock()
-            self._poll = asyncio.create_task(asyncio.to_thread(self._list_dead))
+        waiter = _Waiter(node, self._clock(), asyncio.get_running_loop().create_future())
+        self._waiters.add(waiter)
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll(), context=Context())  # not of the caller, which it outlives
         try:
-            dead = await asyncio.shield(self._poll)
-        except Exception as error:  # of Ray, while its head node is away: no node counts as dead for that
-            logger.warning("Ray could not list the cluster's nodes, so dead ones are not detected: %s", error)
-            return
-        for node in dead:
-            self._died_at.setdefault(node, self._polled_at)
+            await waiter.ended
+        finally:
+            self._waiters.discard(waiter)
+
+    async def _poll(self) -> None:
+        """List dead nodes once for all waiters, every POLL_INTERVAL_S, until no caller waits."""
+        while self._waiters:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            polled_at = self._clock()
+            try:
+                dead = await asyncio.to_thread(self._list_dead)
+            except Exception as error:  # of Ray, while its head node is away: no node counts as dead for that
+                logger.warning("Ray could not list the cluster's nodes, so dead ones are not detected: %s", error)
+                continue
+            for node in dead:
+                self._died_at.setdefault(node, polled_at)
+            for waiter in self._waiters if self._died_at else ():
+                if self._is_over(waiter) and not waiter.ended.done():
+                    waiter.ended.set_result(None)
+
+    def _is_over(self, waiter: _Waiter) -> bool:
+        if (known := waiter.node()) is not None:
+            return known in self._died_at
+        has_waited = self._clock() - waiter.began >= ACK_TIMEOUT_S
+        return has_waited and any(at > waiter.began - RECENT_DEATH_S for at in self._died_at.values())

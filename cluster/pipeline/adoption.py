@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from tramontane.cluster.actors.lease import actor_holder_name
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
+from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
@@ -29,7 +31,8 @@ from tramontane.workers.weights.checkpoint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.2
+RETRY_S, MAX_RETRY_S = 0.2, 2.0
+MAX_DOUBLINGS = 16
 NODES_POLL_S = 2.0  # while nodes may still join
 VERSION = "[0-9a-f]{8}"
 
@@ -45,54 +48,88 @@ def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerp
 
 @asynccontextmanager
 async def adopt_or_create_pipeline(
-    prefix: str, new_spec: Callable[[], PipelineSpec], deployed_at: int = 0, nodes_timeout_s: float = 0.0
+    prefix: str,
+    new_spec: Callable[[], PipelineSpec],
+    deployed_at: int = 0,
+    nodes_timeout_s: float = 0.0,
+    first_number: int = 0,
 ) -> AsyncIterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or else a new one.
 
     The cluster may have changed since a pipeline was created, or have no free resources to plan with, so
     nothing is planned before it is clear that a new one is needed. If resources for it are missing, pipelines that
     earlier deployments drive are removed. Nodes may still be joining: for ``nodes_timeout_s`` a cluster that is too small
-    for the plan is probed again. Raises what ``new_spec`` and ``running_pipeline`` raise.
+    for the plan is probed again. ``first_number``: the number of the pipeline that is claimed first; where routers that
+    start together have different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline`` raise.
     """
     deadline = time.monotonic() + nodes_timeout_s
     holder = actor_holder_name(deployed_at)
-    while True:
+    for attempt in itertools.count(1):
         existing = _pipelines(re.escape(prefix))
-        for name in existing:
+        for name in _rotate(existing, first_number):
             async with AsyncExitStack() as stack:
                 try:
                     spec = await _specification(name)
-                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder))
+                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder, first_number))
                     chain = await stack.enter_async_context(running)
                 except LeaseError as error:
-                    is_driven = isinstance(
-                        error.__cause__, LeaseError
-                    )  # the normal case: all existing pipelines are, if another one is needed
-                    logger.log(logging.INFO if is_driven else logging.WARNING, "%s", error)
+                    # The normal case: all existing pipelines are driven, if another one is needed.
+                    logger.log(logging.INFO if _is_driven(error) else logging.WARNING, "%s", error)
                     continue
                 yield spec, chain
                 return
-        new_name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in existing)
-        async with AsyncExitStack() as stack:
-            try:
-                spec = replace(await asyncio.to_thread(new_spec), name=new_name)
-            except TooFewNodesError as error:
-                if time.monotonic() >= deadline:
-                    raise
-                logger.info("waiting up to %.0f s more for nodes: %s", deadline - time.monotonic(), error)
-                await asyncio.sleep(NODES_POLL_S)
-                continue
-            try:
-                running = running_pipeline(spec, holder=holder, evict=_evict_older(new_name, holder))
-                chain = await stack.enter_async_context(running)
-            except LeaseError:  # another router was faster, or an existing pipeline is free now
-                await asyncio.sleep(RETRY_S)
-                continue
-            yield spec, chain
-            return
+        try:
+            new = await asyncio.to_thread(new_spec)
+        except TooFewNodesError as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.info("waiting up to %.0f s more for nodes: %s", deadline - time.monotonic(), error)
+            await asyncio.sleep(NODES_POLL_S)
+            continue
+        for name in _new_names(prefix, existing, first_number):
+            spec = replace(new, name=name)
+            async with AsyncExitStack() as stack:
+                try:
+                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder, first_number))
+                    chain = await stack.enter_async_context(running)
+                except LeaseError as error:
+                    if _is_driven(error):  # another router was faster; its pipeline cannot be adopted either
+                        continue
+                    break  # an existing pipeline is free now
+                yield spec, chain
+                return
+        await Backoff(RETRY_S, MAX_RETRY_S).wait(attempt)
 
 
-def _evict_older(own_name: str, holder: str) -> EvictCallback:
+def _is_driven(error: LeaseError) -> bool:
+    """Return True if a claim was refused because another router drives the pipeline."""
+    return isinstance(error.__cause__, LeaseError)
+
+
+def _rotate(names: list[str], first_number: int) -> list[str]:
+    """Return the names from the one with this index on, then those before it: 4 of three names starts with the second."""
+    start = first_number % max(len(names), 1)
+    return names[start:] + names[:start]
+
+
+def _new_names(
+    prefix: str, existing: Collection[str], first_number: int, randrange: Callable[[int], int] = random.randrange
+) -> Iterator[str]:
+    """Yield names that no pipeline has, without end: the first from ``first_number`` on, then each from a wider range.
+
+    With first_number 5: 5; 5 or 6; 5 to 8; 5 to 12; the next higher one if it exists or was yielded. So also routers with
+    the same first number soon claim different names.
+    """
+    tried = set(existing)
+    for attempt in itertools.count():
+        number = first_number + randrange(2 ** min(attempt, MAX_DOUBLINGS))
+        while (name := f"{prefix}-{number}") in tried:
+            number += 1
+        tried.add(name)
+        yield name
+
+
+def _evict_older(own_name: str, holder: str, first_number: int) -> EvictCallback:
     """Return a callback that removes one pipeline which an earlier deployment of the same application drives.
 
     It raises LeaseError if one of the same version has become free, as its router died: that one can be adopted.
@@ -100,7 +137,7 @@ def _evict_older(own_name: str, holder: str) -> EvictCallback:
     application = own_name.rsplit("-", 2)[0]
 
     async def evict_one() -> bool:
-        for name in _pipelines(f"{re.escape(application)}-{VERSION}"):
+        for name in _rotate(_pipelines(f"{re.escape(application)}-{VERSION}"), first_number):
             if name == own_name or not await _try_claim(name, holder):
                 continue
             if _version_of(name) == _version_of(own_name):
@@ -128,8 +165,9 @@ async def _try_claim(name: str, holder: str) -> bool:
 
 
 def _pipelines(prefix: str) -> list[str]:
-    """Return the names of existing pipelines; ``prefix`` is a regular expression."""
-    return [name.removesuffix(SUPERVISOR_SUFFIX) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")]
+    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular expression."""
+    names = [name.removesuffix(SUPERVISOR_SUFFIX) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")]
+    return sorted(names, key=lambda name: (_version_of(name), int(name.rpartition("-")[2])))
 
 
 async def _specification(name: str) -> PipelineSpec:

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
+from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
@@ -28,7 +29,7 @@ LOAD_TIMEOUT_S = 600.0
 HEALTH_TIMEOUT_S = 3.0
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
 RESCUE_TIMEOUT_S = 30.0  # health checks take up to 3 s, and a process may have to be killed on another node
-RETRY_S = 0.5
+RETRY_S, MAX_RETRY_S = 0.5, 5.0
 SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # the supervisor waits for stages at most twice as long
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to report that an actor is dead
 
@@ -67,7 +68,7 @@ class ObjectStoreStageChain:
         Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good, cannot load, or
         takes longer than LOAD_TIMEOUT_S.
         """
-        began = time.monotonic()
+        began, num_failed = time.monotonic(), 0
         while True:
             try:
                 async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
@@ -81,7 +82,8 @@ class ObjectStoreStageChain:
                     raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
                 if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_TIMEOUT_S:
                     await self.replace_hung_workers(FENCE_TIMEOUT_S)
-                await asyncio.sleep(RETRY_S)
+                num_failed += 1
+                await Backoff(RETRY_S, MAX_RETRY_S).wait(num_failed)
             except TimeoutError:  # it hangs; another process finds everything again
                 logger.warning("the supervisor gets a new process: it has not answered a fence for %g s", SUPERVISOR_TIMEOUT_S)
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)

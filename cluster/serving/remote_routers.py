@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -13,14 +14,20 @@ from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
-from tramontane.cluster.serving.retry_policy import AdmissionWindow, FailoverBudget, WaitingRequest, most_useful_error
+from tramontane.cluster.serving.retry_policy import (
+    AdmissionWindow,
+    FailoverBudget,
+    RecentRefusals,
+    WaitingRequest,
+    most_useful_error,
+)
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest
 
-MAX_ATTEMPTS = 10
+MAX_STREAM_ATTEMPTS = 5  # to open the stream from one router for one request
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
 ACCEPT_TIMEOUT_S = 10.0  # a router answers at once whether it accepts a request, unless its machine is gone
 SILENT_ROUTER_TTL_S = 30.0  # how long others are preferred to a silent router, which would seem to be the least loaded
@@ -58,6 +65,7 @@ class RouterClient(RouterQueries):
         self._is_draining = self._is_ending = False
         self._num_requests = 0
         self._silent: set[str] = set()  # replicas
+        self._refusals = RecentRefusals()
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
         self._streams_of: dict[int, tuple[str, str]] = {}  # the stream that carries its tokens, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
@@ -120,7 +128,7 @@ class RouterClient(RouterQueries):
         outputs = self._outputs[number] = OutputQueue()
         self._window.unaccepted[number] = WaitingRequest(len(specs), since)
         request_id = specs[0].request_id
-        call = self._start(self._call(number, encoded, outputs, request_id), request_id)
+        call = self._start(self._call(number, encoded, outputs, specs[0]), request_id)
         self._arm_timeout(ACCEPT_TIMEOUT_S, number, errors.PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
@@ -133,7 +141,8 @@ class RouterClient(RouterQueries):
         finally:
             self._timers.pop(number).cancel()
             del self._outputs[number]
-            self._streams_of.pop(number, None)
+            if (stream := self._streams_of.pop(number, None)) is not None:
+                self._refusals.forget_full(stream[1])
             self._window.on_request_end(number)
             if num_unfinished:
                 call.cancel()
@@ -170,12 +179,13 @@ class RouterClient(RouterQueries):
         for task in (*self._tasks, *filter(None, [self._readiness])):
             task.cancel()
 
-    async def _call(self, number: int, specs: bytes, outputs: OutputQueue, request_id: str) -> None:
+    async def _call(self, number: int, specs: bytes, outputs: OutputQueue, first: SequenceRequest) -> None:
         """Run the call that lasts as long as a router works on the request. It may end before the last tokens arrive."""
         try:
-            refusal = await self._submit(number, specs)
+            refusal = await self._submit(number, specs, first)
         except Exception as error:  # of any kind: the client must get an answer
-            logger.warning("the call of request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
+            name, fields = first.request_id or "-", request_fields(first.request_id)
+            logger.warning("the call of request %s failed: %s", name, error, extra=fields)
             refusal = errors.PipelineError("the router is gone")
         if refusal is not None:
             outputs.put(refusal)
@@ -183,29 +193,42 @@ class RouterClient(RouterQueries):
             self._window.unaccepted.pop(number, None)
             self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, errors.PipelineError("the router is gone"))
 
-    async def _submit(self, number: int, specs: bytes) -> errors.TramontaneError | None:
-        """Find a router that accepts the request and wait until it is done; return the reason if none does."""
-        constraint = exclude(self._silent)
-        refused: dict[str, errors.TramontaneError] = {}  # by replica
-        refusal: errors.TramontaneError | None = None
-        for _ in range(MAX_ATTEMPTS):
+    async def _submit(self, number: int, specs: bytes, first: SequenceRequest) -> errors.TramontaneError | None:
+        """Find a router that accepts the request and wait until it is done; return the reason if all routers refuse it.
+
+        Routers that have just refused another request are asked only if there are no others. A pipeline that is being fenced
+        again gets the request only if no other router accepts it.
+        """
+        refused = self._refusals.matching(first)  # by replica
+        constraint, may_wait, num_unopened = exclude({*self._silent, *refused}), False, Counter[str]()
+        while True:
             method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key))
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key, may_wait))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_error(outcome)
             match refusal:
-                case errors.StreamNotOpenError():
+                case errors.StreamNotOpenError() if num_unopened[replica] < MAX_STREAM_ATTEMPTS:
+                    num_unopened[replica] += 1
                     await self._ensure_stream(replica)
                     constraint = ONLY + replica
-                case errors.PipelineUnavailableError() | errors.OverloadedError() if replica not in refused:
+                    continue
+                case errors.StreamNotOpenError() | errors.PipelineUnavailableError() | errors.OverloadedError():
+                    is_new = replica not in refused
                     refused[replica] = refusal
-                    constraint = exclude(refused)
-                case errors.PipelineUnavailableError() | errors.OverloadedError():  # there is no other router
-                    return most_useful_error(refused.values())
+                    self._refusals.add(replica, refusal, first)
                 case _:
                     return refusal
-        return refusal
+            if not (is_new or constraint.startswith(ONLY)):  # there is no other router
+                recovering = [each for each, error in refused.items() if isinstance(error, errors.PipelineRecoveringError)]
+                if may_wait or not recovering:
+                    return most_useful_error(refused.values())
+                may_wait = True
+                for each in recovering:
+                    del refused[each]
+            if not may_wait:  # others' requests may have been refused since
+                refused = self._refusals.matching(first) | refused
+            constraint = exclude({*self._silent, *refused})
 
     async def _ensure_stream(self, replica: str) -> None:
         """Open the stream from a router to this ingress; without one the router refuses requests.
@@ -222,11 +245,13 @@ class RouterClient(RouterQueries):
         """Deliver what a router sends until its stream ends. ``name``: ours when the stream was opened."""
         opened, handover = self._streams[name, replica], self._start(self._hand_over((name, replica)))
         call = self._method("subscribe", ONLY + replica, stream=True)
+        received = with_idle_timeout(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENCE_TIMEOUT_S)
         try:
-            async for message in with_idle_timeout(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENCE_TIMEOUT_S):
-                opened.set()
-                for number, output in wire.decode_outputs(message) if message != KEEPALIVE else ():
-                    self._deliver(number, output, (name, replica))
+            async with aclosing(received) as messages:
+                async for message in messages:
+                    opened.set()
+                    for number, output in wire.decode_outputs(message) if message != KEEPALIVE else ():
+                        self._deliver(number, output, (name, replica))
         except Exception as error:  # of Ray, Ray Serve or gRPC
             logger.warning("the stream from router %s broke: %s", replica, error or "nothing came any more")
             if isinstance(error, TimeoutError):

@@ -1,20 +1,25 @@
 """Retries of one request that has lost its router, and an ingress's own estimate of whether routers would accept more."""
 
 import asyncio
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
 from tramontane.proto import errors
+from tramontane.proto.request import SequenceRequest
 
 NEW_VERSION_TIMEOUT_S = 120.0  # for a version that was announced, and for an old router if only that could continue a request
 ADMISSION_TIMEOUT_S = 50.0  # a request that no router has accepted can still be refused, and may find another server
 MAX_LOSSES = 10  # of routers that had accepted a request and sent no token of it: it may be what they die of
-RETRY_INTERVAL_S = 0.2
+RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``Backoff``
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
-FULL_TTL_S = 0.25  # how long "all routers are full" is believed, unless a request ends before
+FULL_TTL_S = 0.25  # how long "this router is full", or all are, is believed, unless a request ends before
+NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
 
 
 class FailoverBudget:
@@ -25,13 +30,14 @@ class FailoverBudget:
 
     def __init__(self, *, was_accepted: bool = False) -> None:
         self.reset()
+        self._backoff = Backoff(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
         self.without_router_since = asyncio.get_running_loop().time()
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
         """Forget all failures: the request has made progress."""
         self._failing_since: float | None = None
-        self._num_losses = 0
+        self._num_losses = self._num_attempts = 0
 
     def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.
@@ -66,7 +72,8 @@ class FailoverBudget:
 
     async def backoff(self) -> None:
         """Wait until the next attempt."""
-        await asyncio.sleep(RETRY_INTERVAL_S)
+        self._num_attempts += 1
+        await self._backoff.wait(self._num_attempts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,43 @@ class AdmissionWindow:
         """Note that no router has the request any more. One that had accepted it has a free slot or queue entry now."""
         if self.unaccepted.pop(number, None) is None:
             self._full.clear()
+
+
+class RecentRefusals:
+    """The routers that have refused a request a moment ago. Other requests ask the others first.
+
+    A router that refuses is always the least loaded one; without this memory every request would be sent to all of them.
+    A full queue holds for requests of the same owner and priority, and other reasons for all. That one request is too large
+    for the room which is left holds for no other, and is not remembered.
+    """
+
+    def __init__(self) -> None:
+        self._refusals: defaultdict[tuple[int, int] | None, dict[str, tuple[errors.TramontaneError, float]]] = defaultdict(dict)
+
+    def add(self, replica: str, error: errors.TramontaneError, first: SequenceRequest) -> None:
+        """Note that a router has just refused a request with this first sequence."""
+        now = asyncio.get_running_loop().time()
+        if isinstance(error, errors.QueueFullError):
+            self._refusals[first.owner, first.priority][replica] = error, now + FULL_TTL_S
+        elif isinstance(error, errors.PipelineUnavailableError):
+            self._refusals[None][replica] = error, now + NOT_RUNNING_TTL_S
+
+    def matching(self, first: SequenceRequest) -> dict[str, errors.TramontaneError]:
+        """Return the refusals that hold for a request with this first sequence, by replica."""
+        now = asyncio.get_running_loop().time()
+        refusals: dict[str, errors.TramontaneError] = {}
+        for key in (None, (first.owner, first.priority)):
+            valid = {replica: refusal for replica, refusal in self._refusals.pop(key, {}).items() if now < refusal[1]}
+            refusals |= {replica: copy.copy(error) for replica, (error, _) in valid.items()}  # a raise extends its traceback
+            if valid:
+                self._refusals[key] = valid
+        return refusals
+
+    def forget_full(self, replica: str) -> None:
+        """Note that a request on this router has ended, which frees a slot or a queue entry."""
+        for key, refusals in self._refusals.items():
+            if key is not None:
+                refusals.pop(replica, None)
 
 
 def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.TramontaneError:

@@ -66,7 +66,8 @@ class RouterReplica:
         record_deployment(application.name, deployed_at)  # before routers of an older deployment lose their pipelines
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
-        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
+        rank = serve.get_replica_context().rank.rank  # only where to look first: the lease decides
+        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout, first_number=rank)
         self._acquiring = asyncio.create_task(self._exit.enter_async_context(pipeline))
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
@@ -101,13 +102,13 @@ class RouterReplica:
         async for message in self._streams.subscribe(ingress, replica):
             yield message
 
-    async def generate(self, ingress: str, number: int, specs: bytes, model: str) -> bytes:
+    async def generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
         """Run one request from its arrival to its end; see ``IngressStreams``."""
         if not self._router.is_attached and await self._is_superseded():
             return self._streams.refusal(
                 PipelineSupersededError("the pipeline was given to a newer version, which is not ready yet")
             )
-        return await self._streams.generate(self._router, ingress, number, specs, model)
+        return await self._streams.generate(self._router, ingress, number, specs, model, may_wait)
 
     async def _is_superseded(self) -> bool:
         """Return whether routers of a later deployment are starting or running."""

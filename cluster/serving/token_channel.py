@@ -6,7 +6,7 @@ sequences (so that Ray Serve sees the load and passes cancellation on), and its 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.common.ray_api import list_dead_nodes
@@ -16,6 +16,7 @@ from tramontane.proto import wire
 from tramontane.proto.errors import (
     ModelMismatchError,
     PipelineError,
+    PipelineRecoveringError,
     PipelineUnavailableError,
     StreamNotOpenError,
     TramontaneError,
@@ -30,6 +31,7 @@ MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and a larger message 
 KEEPALIVE_INTERVAL_S = 1.0
 IDLE_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
+NUM_SILENCE_CHECKS = 10  # in that time
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +117,10 @@ class IngressStreams:
             await self._nodes.wait_until_dead(lambda: node)
             stream.closed.set()
 
-    async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str) -> bytes:
+    async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
         """Run one request to its end; its tokens go through the ingress's stream.
 
+        ``may_wait``: whether the request is queued while the pipeline is being fenced again; otherwise it is refused then.
         Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
         aborts the request.
         """
@@ -125,6 +128,8 @@ class IngressStreams:
             return self.refusal(ModelMismatchError("the server has another model or version now; send the request again"))
         if not router.is_attached:
             return self.refusal(PipelineUnavailableError("the pipeline is being started again; try again soon"))
+        if not (router.is_ready or may_wait):
+            return self.refusal(PipelineRecoveringError("the pipeline is being fenced again; its requests wait until then"))
         if (stream := self._streams.get(ingress)) is None:
             return self.refusal(StreamNotOpenError("no stream from the router could be kept open"))
         decoded = wire.decode_specs(specs)
@@ -187,13 +192,34 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncIterator[bytes]:
-    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``."""
-    iterator = aiter(messages)
-    while True:
-        try:
-            async with asyncio.timeout(limit_s):
-                message = await anext(iterator)
-        except StopAsyncIteration:
-            return
-        yield message
+async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``, or up to a tenth longer.
+
+    Checks are counted rather than seconds: however long the event loop of this process was blocked, that is one check, and
+    what came in that time is read before the next ones.
+    """
+    loop, iterator = asyncio.get_running_loop(), aiter(messages)
+    num_checks = 0
+    reading: asyncio.Timeout | None = None
+    timer: asyncio.TimerHandle
+
+    def check() -> None:
+        nonlocal num_checks, timer
+        num_checks += reading is not None
+        if reading is not None and num_checks == NUM_SILENCE_CHECKS + 1:
+            reading.reschedule(loop.time())
+        timer = loop.call_later(limit_s / NUM_SILENCE_CHECKS, check)
+
+    timer = loop.call_later(limit_s / NUM_SILENCE_CHECKS, check)
+    try:
+        while True:
+            try:
+                num_checks = 0
+                async with asyncio.timeout(None) as reading:
+                    message = await anext(iterator)
+            except StopAsyncIteration:
+                return
+            reading = None
+            yield message
+    finally:
+        timer.cancel()

@@ -1,14 +1,23 @@
-"""A router that adopts a pipeline: what it logs of those that it cannot claim."""
+"""Routers that adopt pipelines or create them: what they log of those they cannot claim, and how many calls 64 of them make."""
 
 import asyncio
+import itertools
 import logging
-from typing import NoReturn
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
+import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from tiny_models import tiny_args, tiny_plan
 
-from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.actors.lease import LeaseManager
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
+from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.pipeline import adoption, lifecycle
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
@@ -48,3 +57,145 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage().startswith("the pipeline app-0 cannot be claimed: ")
+
+
+NUM_ROUTERS = 64
+
+
+class _Method:
+    """As a method of an actor's handle; every call is counted, and takes a few turns of the event loop."""
+
+    def __init__(self, cluster: "_Cluster", call: Callable[..., Any]) -> None:
+        self._cluster, self._call = cluster, call
+
+    def options(self, **_: object) -> "_Method":
+        return self
+
+    async def remote(self, *args: object) -> Any:  # noqa: ANN401
+        self._cluster.calls["supervisors"] += 1
+        for _ in range(self._cluster.rng.randrange(1, 10)):
+            await asyncio.sleep(0)
+        return self._call(*args)
+
+
+class _Supervisor:
+    """Grants the lease as the real one does; its pipeline has no stages."""
+
+    def __init__(self, cluster: "_Cluster", spec: PipelineSpec) -> None:
+        self._leases = LeaseManager(ttl_s=10.0, now=0.0)
+        self.specification, self.claim = _Method(cluster, lambda: spec), _Method(cluster, self._claim)
+        self.start, self.renew = _Method(cluster, lambda _timeout_s: []), _Method(cluster, lambda _holder: True)
+
+    def _claim(self, holder: str) -> None:
+        try:
+            self._leases.claim(holder, 0.0)
+        except LeaseError as error:
+            raise RayTaskError("claim", "a traceback", error).as_instanceof_cause() from None
+
+
+class _Cluster:
+    """The named actors of a cluster, and how many calls the head node and the supervisors have received."""
+
+    def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng, self.calls, self._holders = rng, Counter[str](), itertools.count()
+        self.supervisors: dict[str, _Supervisor] = {}
+        monkeypatch.setattr(adoption, "actor_names", lambda _: self._count("listings", sorted(self.supervisors)))
+        monkeypatch.setattr(adoption, "actor_holder_name", lambda _: f"actor@0/{next(self._holders)}")
+        monkeypatch.setattr(ray, "get_actor", lambda name, _: self._count("lookups", self.supervisors[name]))
+        monkeypatch.setattr(lifecycle, "create_supervisor", self.create)
+        monkeypatch.setattr(lifecycle, "shut_down_pipeline", lambda _: None)
+
+    def _count(self, kind: str, answer: Any) -> Any:  # noqa: ANN401
+        self.calls[kind] += 1
+        return answer
+
+    def create(self, spec: PipelineSpec) -> _Supervisor:
+        new = self.supervisors.setdefault(spec.name + SUPERVISOR_SUFFIX, _Supervisor(self, spec))
+        return self._count("creations", new)
+
+
+async def _start_together(first_numbers: list[int]) -> list[str]:
+    """Start a router for each of these numbers, and return the names of their pipelines."""
+    all_started = asyncio.Event()
+    names = []
+
+    async def drive(first_number: int) -> None:
+        async with AsyncExitStack() as stack:
+            adopted = adoption.adopt_or_create_pipeline("app", lambda: SPEC, first_number=first_number)
+            spec, _ = await stack.enter_async_context(adopted)
+            names.append(spec.name)
+            if len(names) == len(first_numbers):
+                all_started.set()
+            await all_started.wait()
+
+    await asyncio.gather(*map(drive, first_numbers))
+    return names
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_existing", [0, NUM_ROUTERS])
+def test_64_routers_start_in_a_number_of_calls_linear_in_64(
+    num_existing: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New pipelines, and those that existed and have no driver. In rounds, 64 routers made thousands of calls."""
+    rng = random.Random(seed)
+    cluster = _Cluster(rng, monkeypatch)
+    for number in range(num_existing):
+        cluster.create(replace(SPEC, name=f"app-{number}"))
+    cluster.calls.clear()
+    first_numbers = list(range(NUM_ROUTERS))
+    rng.shuffle(first_numbers)
+    names = asyncio.run(_start_together(first_numbers))
+    assert sorted(names) == sorted(f"app-{number}" for number in range(NUM_ROUTERS))
+    assert cluster.calls["listings"] == cluster.calls["creations"] == NUM_ROUTERS
+    assert cluster.calls["lookups"] <= 2 * NUM_ROUTERS, "for the specification, and at the end"
+    assert cluster.calls["supervisors"] <= 5 * NUM_ROUTERS, "specification, claim, start and two renewals"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_routers_with_the_same_number_soon_claim_different_pipelines(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lists the cluster once, and claims a pipeline 10 times at most on average; one by one it would be 32 times."""
+    cluster = _Cluster(random.Random(seed), monkeypatch)
+    names = asyncio.run(_start_together([0] * NUM_ROUTERS))
+    assert len(set(names)) == NUM_ROUTERS
+    assert "app-0" in names
+    assert cluster.calls["listings"] == NUM_ROUTERS
+    assert cluster.calls["creations"] <= 10 * NUM_ROUTERS
+
+
+def test_names_of_new_pipelines_begin_with_the_own_number_and_spread() -> None:
+    names = adoption._new_names("app", ["app-5", "app-6"], 5, randrange=lambda stop: stop - 1)
+    assert list(itertools.islice(names, 4)) == ["app-7", "app-8", "app-9", "app-12"]
+
+
+def test_existing_pipelines_are_tried_from_the_own_number_on() -> None:
+    assert adoption._rotate(["a", "b", "c"], 4) == ["b", "c", "a"]
+    assert adoption._rotate([], 4) == []
+
+
+def test_pipelines_are_sorted_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)])
+    assert adoption._pipelines("app") == ["app-0", "app-1", "app-2", "app-10"]
+
+
+def test_delays_double_up_to_a_bound_and_are_drawn_from_zero_on() -> None:
+    bounds: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        bounds.append((low, high))
+        return high / 2
+
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def scenario() -> None:
+        backoff = Backoff(0.2, 1.0, uniform, sleep)
+        for attempt in (1, 2, 3, 4, 10**6):
+            await backoff.wait(attempt)
+
+    asyncio.run(scenario())
+    assert bounds == [(0.0, 0.2), (0.0, 0.4), (0.0, 0.8), (0.0, 1.0), (0.0, 1.0)]
+    assert slept == [0.1, 0.2, 0.4, 0.5, 0.5]
+    assert len({Backoff(0.2, 1.0).delay_s(3) for _ in range(20)}) == 20, "no two callers come back together"

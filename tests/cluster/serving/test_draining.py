@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 from scripted_chain import no_gate
 from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_for
-from test_remote_routers import Handle, Replica, _harness, _request, _stuck
+from simulated_routers import Handle, Replica, harness, request_tokens, stuck
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
@@ -32,15 +32,15 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
             await release.wait()
 
         replica = Replica("a", gate)
-        async with _harness([replica], running="a") as routers:
-            running = asyncio.create_task(_request(routers))
+        async with harness([replica], running="a") as routers:
+            running = asyncio.create_task(request_tokens(routers))
             while not replica.router.num_requests:
                 await asyncio.sleep(0)
             assert routers.drain() == 1
             with pytest.raises(DrainingError):
                 routers.check_capacity(1)
             with pytest.raises(DrainingError):
-                await _request(routers)
+                await request_tokens(routers)
             release.set()
             assert await running == 5
             assert routers.drain() == 0
@@ -51,9 +51,9 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
 
 def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> None:
     async def scenario() -> None:
-        replica = Replica("a", _stuck)
-        async with _harness([replica], running="a") as routers:
-            running = asyncio.create_task(_request(routers))
+        replica = Replica("a", stuck)
+        async with harness([replica], running="a") as routers:
+            running = asyncio.create_task(request_tokens(routers))
             while not replica.router.num_requests:
                 await asyncio.sleep(0)
             routers.drain()

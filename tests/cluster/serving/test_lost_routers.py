@@ -281,6 +281,52 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
     asyncio.run(scenario())
 
 
+def test_losses_do_not_add_up_where_tokens_came_between() -> None:
+    """A long answer may lose more routers than the bound: the bound is for one that makes no progress."""
+
+    async def scenario() -> None:
+        lasting = FailoverBudget()
+        for _ in range(3 * retry_policy.MAX_LOSSES):
+            lasting.on_error(RouterLostError("lost"))
+            lasting.reset()
+        for _ in range(retry_policy.MAX_LOSSES - 1):
+            lasting.on_error(RouterLostError("lost"))
+        with pytest.raises(PipelineError, match="10 routers were lost with this request"):
+            lasting.on_error(RouterLostError("lost"))
+
+    asyncio.run(scenario())
+
+
+def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
+    monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    spec = SequenceRequest((1, 2), SamplingParams(max_tokens=40))
+    num_lost = retry_policy.MAX_LOSSES + 2
+
+    async def scenario() -> None:
+        async with _harness(1, random.Random(0)) as (routing, routers):
+            received: list[int] = []
+
+            async def read() -> None:
+                async with aclosing(routers.generate([spec])) as batches:
+                    async for batch in batches:
+                        received.extend(event.token_id for event in batch.events)
+
+            reading = asyncio.create_task(read())
+            for number in range(num_lost):
+                (victim,) = routing.replicas
+                before = len(received)
+                while len(received) == before and not reading.done():
+                    await asyncio.sleep(0)
+                assert not reading.done()
+                routing.replicas = [Replica(f"next{number}", random.Random(0))]
+                await victim.kill()
+            await reading
+            assert received == answer(spec.prompt_ids, 40)
+
+    asyncio.run(scenario())
+
+
 OTHER_MODEL = ModelMismatchError("another model or version")
 SILENT = PipelineError("no router has answered in time")
 

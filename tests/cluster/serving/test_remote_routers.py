@@ -1,219 +1,20 @@
 """An ingress and several routers, without Ray: which is tried when a router cannot take a request."""
 
 import asyncio
-import math
-import uuid
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from collections import Counter
 from typing import Any
 
 import pytest
 from ray.serve.config import RequestRouterConfig
-from scripted_chain import ScriptedChain, no_gate
+from simulated_routers import Handle, Replica, driven, fill, harness, pending, policy, replicas_named, request_tokens, stuck
 
-from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
-from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
-from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import SchedulerLimits
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
-from tramontane.router.scheduling.scheduler import Scheduler
-
-CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4)
-
-Gate = Callable[[MicroBatch], Awaitable[None]]
-
-
-class Replica:
-    """A Router replica without Ray Serve; ``call_counts`` has the calls by method."""
-
-    def __init__(self, name: str, gate: Gate = no_gate) -> None:
-        self.name, self.call_counts = name, Counter[str]()
-        self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
-        self.router = Router(Scheduler(CACHE, LIMITS, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
-        self._channels = IngressStreams(name)
-        self.num_messages = math.inf
-        self.load: ExpertLoad | None = None  # it has none
-        self.reported: dict[str, Any] | None = None
-        self.is_dead = False
-        self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
-        self._kept: list[AsyncIterator[bytes]] = []
-
-    def generate(self, ingress: str, number: int, specs: bytes, model: str) -> Awaitable[bytes]:
-        return self._channels.generate(self.router, ingress, number, specs, model)
-
-    def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        return self._channels.subscribe(ingress, replica)
-
-    async def through_the_network(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        """A stream that breaks on its way after ``num_messages``."""
-        stream = self._channels.subscribe(ingress, replica)
-        self._kept.append(stream)  # so that its own end does not notice
-        async for message in stream:
-            if self.is_cut_off:
-                await asyncio.Event().wait()
-            if not self.num_messages:
-                self.num_messages = math.inf
-                raise ConnectionError("the stream broke")
-            self.num_messages -= 1
-            yield message
-
-    async def is_ready(self) -> tuple[bool, str]:
-        if self.is_dead:
-            raise ConnectionError("the replica is gone")
-        return self.router.is_ready, self.name
-
-    async def expert_load(self) -> tuple[ExpertLoad | None, str]:
-        if self.is_dead:
-            raise ConnectionError("the replica is gone")
-        return self.load, self.name
-
-    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
-        if self.is_dead:
-            raise ConnectionError("the replica is gone")
-        return self.reported and self.reported | {"after": after}, self.name
-
-
-class Response:
-    """Of a unary call, as Ray Serve gives it; and one of those that a broadcast makes."""
-
-    def __init__(self, task: "asyncio.Task[Any]") -> None:
-        self._task = task
-
-    def __await__(self) -> Any:  # noqa: ANN401
-        return self._task.__await__()
-
-    async def get_async(self) -> Any:  # noqa: ANN401
-        return await self._task
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """Calls to all routers that there are, as Ray Serve gives them."""
-
-    calls: list[Response]
-
-    async def _fetch_replica_results_async(self) -> list[Response]:
-        if not self.calls:
-            raise ConnectionError("no replica is running")
-        return self.calls
-
-
-def policy() -> LeastLoadedRouter:
-    """Without the parts of Ray Serve's routing that need a cluster."""
-    made = LeastLoadedRouter.__new__(LeastLoadedRouter)
-    made.initialize_state()
-    return made
-
-
-def replicas_named(*names: str) -> Any:  # noqa: ANN401 - of Ray Serve's class as far as the policy looks at it
-    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
-
-
-def pending(wish: str = "") -> Any:  # noqa: ANN401 - likewise
-    metadata = SimpleNamespace(session_id=wish, internal_request_id=uuid.uuid4().hex)
-    return SimpleNamespace(metadata=metadata, future=asyncio.get_running_loop().create_future())
-
-
-@dataclass(frozen=True)
-class Handle:
-    """Routes with the real policy."""
-
-    replicas: list[Replica]
-    wish: dict[str, Any] = field(default_factory=dict)
-    policy: LeastLoadedRouter = field(default_factory=policy)
-
-    def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
-        return replace(self, wish=wish)
-
-    def remote(self, *args: Any) -> Any:  # noqa: ANN401
-        if self.wish.get("stream"):
-            return self._stream(*args)
-        return Response(asyncio.ensure_future(self._call(*args)))
-
-    def broadcast(self, method: str, *args: Any) -> Broadcast:  # noqa: ANN401
-        return Broadcast([Response(asyncio.ensure_future(_answer(each, method, *args))) for each in self.replicas])
-
-    async def _call(self, *args: Any) -> Any:  # noqa: ANN401
-        async with self._chosen() as replica:
-            return await getattr(replica, self.wish["method_name"])(*args)
-
-    async def _stream(self, ingress: str, destination: str) -> AsyncIterator[bytes]:
-        async with self._chosen() as replica:
-            async for message in replica.through_the_network(ingress, destination):
-                yield message
-
-    @asynccontextmanager
-    async def _chosen(self) -> AsyncIterator[Replica]:
-        if not self.replicas:
-            await asyncio.Event().wait()
-        request = pending(self.wish["session_id"])
-        ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
-        replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
-        replica.call_counts[self.wish["method_name"]] += 1
-        if replica.is_cut_off:
-            replica.call_counts[self.wish["method_name"] + " in vain"] += 1
-            await asyncio.Event().wait()
-        replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
-        try:
-            yield replica
-        finally:
-            self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
-
-
-async def _answer(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
-    replica.call_counts[method] += 1
-    if replica.is_cut_off:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            replica.call_counts[method + " in vain"] += 1
-    return await getattr(replica, method)(*args)
-
-
-@asynccontextmanager
-async def _harness(replicas: list[Replica], running: str) -> AsyncIterator[RouterClient]:
-    """The routers named in ``running`` are driven; the others are as after a failure."""
-    handle: Any = Handle(replicas)
-    routers = RouterClient(handle, max_unaccepted=100)
-    async with _driven([each for each in replicas if each.name in running]):
-        await asyncio.sleep(0.01)
-        try:
-            yield routers
-        finally:
-            routers.close()
-
-
-@asynccontextmanager
-async def _driven(replicas: list[Replica]) -> AsyncIterator[None]:
-    driving = [asyncio.create_task(each.router.run()) for each in replicas]
-    try:
-        yield
-    finally:
-        for task in driving:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-
-async def _request(routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
-    """How many tokens came."""
-    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences
-    return sum([len(batch.events) async for batch in routers.generate(specs)])
 
 
 def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
@@ -221,10 +22,10 @@ def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
 
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
-        async with _harness(replicas, running="c") as routers:
-            assert await asyncio.gather(*(_request(routers) for _ in range(8))) == [5] * 8
+        async with harness(replicas, running="c") as routers:
+            assert await asyncio.gather(*(request_tokens(routers) for _ in range(8))) == [5] * 8
             with pytest.raises(RequestError, match="too large for this server"):  # not for now: permanently
-                await _request(routers, num_sequences=50)
+                await request_tokens(routers, num_sequences=50)
             assert replicas[2].router.scheduler.is_idle
             assert replicas[2].call_counts["subscribe"] == 1
             assert await routers.is_ready()
@@ -235,9 +36,9 @@ def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
 def test_where_no_pipeline_works_the_client_gets_an_error_after_each_was_tried_once_more() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
-        async with _harness(replicas, running="") as routers:
+        async with harness(replicas, running="") as routers:
             with pytest.raises(PipelineError, match="is being started again; try again soon"):
-                await _request(routers)
+                await request_tokens(routers)
             assert sum(each.call_counts["generate"] for each in replicas) == 3, "a, b, and one of them again"
             assert not await routers.is_ready()
             assert routers.num_requests == 0
@@ -250,7 +51,7 @@ def test_the_expert_load_of_every_router_is_requested() -> None:
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
-        async with _harness(replicas, running="") as routers:
+        async with harness(replicas, running="") as routers:
             assert await routers.expert_load() == MeasuredLoad((), 0)
             replicas[0].load, replicas[2].load, replicas[3].load = ((1, 2), (3, 4)), ((10, 20), (30, 40)), ((0, 1), (0, 1))
             for each in replicas:
@@ -269,7 +70,7 @@ def test_the_activity_of_every_router_is_requested() -> None:
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
-        async with _harness(replicas, running="") as routers:
+        async with harness(replicas, running="") as routers:
             replicas[0].reported, replicas[2].reported = {"name": "app-2"}, {"name": "app-1"}
             after = {"app-1": 7}
             assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
@@ -288,7 +89,7 @@ def test_a_pipeline_is_well_whatever_became_of_the_router_of_another(monkeypatch
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
         replicas[0].is_cut_off = replicas[2].is_cut_off = True
-        async with _harness(replicas, running="abc") as routers:
+        async with harness(replicas, running="abc") as routers:
             assert [await routers.is_ready() for _ in range(10)] == [True] * 10
             for each in (replicas[0], replicas[2]):
                 while each.call_counts["is_ready in vain"] < 10:
@@ -303,7 +104,7 @@ def test_reports_of_others_are_kept_where_a_router_does_not_answer(silent: str, 
 
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abc"]
-        async with _harness(replicas, running="") as routers:
+        async with harness(replicas, running="") as routers:
             for each in replicas:
                 each.reported, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
             well = [each.name for each in replicas if not each.is_cut_off]
@@ -319,7 +120,7 @@ def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -
     async def scenario() -> None:
         silent = Replica("a")
         silent.is_cut_off = True
-        async with _harness([silent], running="a") as routers:
+        async with harness([silent], running="a") as routers:
             request_task = asyncio.create_task(routers.activity({}))
             while not silent.call_counts["activity"]:
                 await asyncio.sleep(0)
@@ -332,77 +133,19 @@ def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -
     asyncio.run(scenario())
 
 
-def test_routers_are_asked_once_a_second_whether_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any client may ask, without a key: many at once share one query, and its answer stands for a second."""
-
-    async def scenario() -> None:
-        replica, now = Replica("a"), 100.0
-        async with _harness([replica], running="a") as routers:
-            with monkeypatch.context() as patched:
-                patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
-                assert await asyncio.gather(*(routers.is_ready() for _ in range(50))) == [True] * 50
-                now += 0.999
-                assert await routers.is_ready()
-                assert replica.call_counts["is_ready"] == 1
-                replica.is_dead = True
-                now += 0.002
-                assert await asyncio.gather(*(routers.is_ready() for _ in range(50))) == [False] * 50
-                assert replica.call_counts["is_ready"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_query_about_readiness_ends_with_the_ingress() -> None:
-    async def scenario() -> None:
-        silent = Replica("a")
-        silent.is_cut_off = True
-        async with _harness([silent], running="a") as routers:
-            asking = asyncio.create_task(routers.is_ready())
-            while not silent.call_counts["is_ready"]:
-                await asyncio.sleep(0)
-            routers.close()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            assert silent.call_counts["is_ready in vain"] == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_leaves_takes_the_answer_about_readiness_from_no_other() -> None:
-    async def scenario() -> None:
-        replica = Replica("a")
-        async with _harness([replica], running="a") as routers:
-            first, second = (asyncio.create_task(routers.is_ready()) for _ in range(2))
-            await asyncio.sleep(0)
-            first.cancel()
-            assert await second
-            assert first.cancelled()
-            assert replica.call_counts["is_ready"] == 1
-
-    asyncio.run(scenario())
-
-
-async def _stuck(_batch: MicroBatch) -> None:
-    await asyncio.Event().wait()
-
-
-def _fill(replica: Replica) -> None:
-    replica.router.submit([SequenceRequest((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None)  # 8 places, 4 may wait
-
-
 def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
     async def scenario() -> None:
-        replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
-        async with _harness(replicas, running="ab") as routers:
-            _fill(replicas[0])
-            _fill(replicas[1])
+        replicas = [Replica("a", stuck), Replica("b", stuck), Replica("c")]
+        async with harness(replicas, running="ab") as routers:
+            fill(replicas[0])
+            fill(replicas[1])
             with pytest.raises(OverloadedError, match="4 sequences are waiting and at most 4 may"):
-                await _request(routers)  # not the reason of c, which is down: that one does not say when to come back
-        replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
-        async with _harness(replicas, running="abc") as routers:
-            _fill(replicas[0])
-            _fill(replicas[1])
-            assert await _request(routers, num_sequences=4) == 20
+                await request_tokens(routers)  # not the reason of c, which is down: that one does not say when to come back
+        replicas = [Replica("a", stuck), Replica("b", stuck), Replica("c")]
+        async with harness(replicas, running="abc") as routers:
+            fill(replicas[0])
+            fill(replicas[1])
+            assert await request_tokens(routers, num_sequences=4) == 20
 
     asyncio.run(scenario())
 
@@ -418,31 +161,31 @@ def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.M
             await release.wait()
 
         replica = Replica("a", gate)
-        async with _harness([replica], running="a") as routers:
-            ours = [asyncio.create_task(_request(routers, num_sequences=n)) for n in (8, 3)]
+        async with harness([replica], running="a") as routers:
+            ours = [asyncio.create_task(request_tokens(routers, num_sequences=n)) for n in (8, 3)]
             while replica.router.num_requests < 2:
                 await asyncio.sleep(0)
             with pytest.raises(OverloadedError) as large:
-                await _request(routers, num_sequences=2)
+                await request_tokens(routers, num_sequences=2)
             assert not isinstance(large.value, QueueFullError), "one sequence could still wait"
             routers.check_capacity(1)
-            ours.append(asyncio.create_task(_request(routers)))
+            ours.append(asyncio.create_task(request_tokens(routers)))
             while replica.router.num_requests < 3:
                 await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
-                await _request(routers)
+                await request_tokens(routers)
             num_generates = replica.call_counts["generate"]
             for _ in range(3):
                 with pytest.raises(QueueFullError):
                     routers.check_capacity(1)
                 with pytest.raises(QueueFullError):
-                    await _request(routers)
+                    await request_tokens(routers)
             assert replica.call_counts["generate"] == num_generates
             routers.check_capacity(1, owner=5)
             release.set()
             await asyncio.gather(*ours)
             routers.check_capacity(1)
-            assert await _request(routers) == 5
+            assert await request_tokens(routers) == 5
 
     asyncio.run(scenario())
 
@@ -451,12 +194,12 @@ def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.Monk
     monkeypatch.setattr(retry_policy, "FULL_TTL_S", 0.0)
 
     async def scenario() -> None:
-        replica = Replica("a", _stuck)
-        async with _harness([replica], running="a") as routers:
-            _fill(replica)
+        replica = Replica("a", stuck)
+        async with harness([replica], running="a") as routers:
+            fill(replica)
             for number in range(1, 4):
                 with pytest.raises(QueueFullError):
-                    await _request(routers)
+                    await request_tokens(routers)
                 routers.check_capacity(1)
                 assert replica.call_counts["generate"] >= number
 
@@ -473,11 +216,11 @@ def test_a_request_that_no_router_takes_is_not_kept_forever(monkeypatch: pytest.
         handle: Any = Handle([])
         routers = RouterClient(handle, max_unaccepted=10)
         with pytest.raises(PipelineError, match="no pipeline was ready in time"):
-            await _request(routers)
-        waiting = [asyncio.create_task(_request(routers, num_sequences=5)) for _ in range(2)]
+            await request_tokens(routers)
+        waiting = [asyncio.create_task(request_tokens(routers, num_sequences=5)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="on their way to a pipeline"):
-            await _request(routers)
+            await request_tokens(routers)
         for refused in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(refused, PipelineError)
         assert routers.num_requests == 0
@@ -509,7 +252,7 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
             return max(routers._outputs)
 
         routers.check_capacity(10)
-        running_requests = asyncio.create_task(_request(routers))
+        running_requests = asyncio.create_task(request_tokens(routers))
         number = await number_after(-1)
         now += waited_s
         check()
@@ -518,7 +261,7 @@ def test_a_refused_request_is_to_retry_after_as_long_as_others_have_waited(
             await asyncio.sleep(0)
         check()
         await number_after(number)
-        later = asyncio.create_task(_request(routers))
+        later = asyncio.create_task(request_tokens(routers))
         await number_after(number + 1)
         check()
         for each in (running_requests, later):
@@ -548,11 +291,11 @@ def test_the_loss_of_a_routers_machine_is_noticed() -> None:
     async def scenario() -> None:
         lost, added = Replica("a", gate), Replica("b")
         replicas = [lost]
-        async with _harness(replicas, running="a") as routers, _driven([added]):
-            running_requests = [asyncio.create_task(_request(routers))]
+        async with harness(replicas, running="a") as routers, driven([added]):
+            running_requests = [asyncio.create_task(request_tokens(routers))]
             await at_work.wait()
             lost.is_cut_off = True
-            running_requests.append(asyncio.create_task(_request(routers)))
+            running_requests.append(asyncio.create_task(request_tokens(routers)))
             while lost.call_counts["generate in vain"] < 3:  # the second request, and both once the stream is missed
                 await asyncio.sleep(0)
             replicas[:] = [added]
@@ -564,16 +307,16 @@ def test_the_loss_of_a_routers_machine_is_noticed() -> None:
 @pytest.mark.usefixtures("_soon_missed")
 def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
     async def scenario() -> None:
-        lost, other = Replica("a", _stuck), Replica("b")
-        async with _harness([lost], running="a") as routers, _driven([other]):
-            running_requests = asyncio.create_task(_request(routers))
+        lost, other = Replica("a", stuck), Replica("b")
+        async with harness([lost], running="a") as routers, driven([other]):
+            running_requests = asyncio.create_task(request_tokens(routers))
             while not lost.router.num_requests:
                 await asyncio.sleep(0)
             handle: Any = routers._handle
             handle.replicas.append(other)
             lost.is_cut_off = True
             assert await running_requests == 5
-            assert await asyncio.gather(*(_request(routers) for _ in range(4))) == [5] * 4
+            assert await asyncio.gather(*(request_tokens(routers) for _ in range(4))) == [5] * 4
             assert lost.call_counts["generate in vain"] == 0
 
     asyncio.run(scenario())
@@ -587,11 +330,13 @@ def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytes
         await opened.wait()
 
     async def scenario() -> None:
-        async with _harness([Replica("a", gate)], running="a") as routers:
-            running_requests = asyncio.create_task(_request(routers))
+        replica = Replica("a", gate)
+        async with harness([replica], running="a") as routers:
+            running_requests = asyncio.create_task(request_tokens(routers))
             await asyncio.sleep(0.2)
             opened.set()
             assert await running_requests == 5
+            assert replica.call_counts["generate"] == 2, "no stream yet, and once more: it was not given to the router again"
 
     asyncio.run(scenario())
 
@@ -601,10 +346,10 @@ def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
 
     async def scenario() -> None:
         replica = Replica("b")
-        async with _harness([replica], running="b") as routers:
-            assert await _request(routers) == 5
+        async with harness([replica], running="b") as routers:
+            assert await request_tokens(routers) == 5
             assert [message async for message in replica.subscribe(routers._name, "a")] == []
-            assert await _request(routers) == 5
+            assert await request_tokens(routers) == 5
             assert replica.call_counts["subscribe"] == 1
 
     asyncio.run(scenario())
@@ -615,9 +360,9 @@ def test_a_stream_that_broke_on_one_side_is_opened_anew() -> None:
 
     async def scenario() -> None:
         replica = Replica("a")
-        async with _harness([replica], running="a") as routers:
+        async with harness([replica], running="a") as routers:
             replica.num_messages = 3  # of the first stream, of which the second and third are a request's
-            assert await _request(routers) == 5
+            assert await request_tokens(routers) == 5
             assert replica.call_counts["subscribe"] == 2
             assert routers.num_requests == 0
 
@@ -627,9 +372,9 @@ def test_a_stream_that_broke_on_one_side_is_opened_anew() -> None:
 def test_what_can_never_run_is_refused_by_the_first_router_that_gets_it() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
-        async with _harness(replicas, running="ab") as routers:
+        async with harness(replicas, running="ab") as routers:
             with pytest.raises(RequestError):
-                await _request(routers, prompt=(1,) * 300)
+                await request_tokens(routers, prompt=(1,) * 300)
             assert sum(each.call_counts.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
 
     asyncio.run(scenario())
@@ -641,10 +386,10 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pyt
 
     async def scenario() -> None:
         replica = Replica("a")
-        async with _harness([replica], running="a") as routers:
-            assert await _request(routers, num_sequences=4) == 20, "a prompt travels once"
+        async with harness([replica], running="a") as routers:
+            assert await request_tokens(routers, num_sequences=4) == 20, "a prompt travels once"
             assert replica.by_reference == {"generate": {False}, "subscribe": {False}}
-            assert await _request(routers, prompt=tuple(range(1, 200))) == 5
+            assert await request_tokens(routers, prompt=tuple(range(1, 200))) == 5
             assert replica.by_reference["generate"] == {False, True}
 
     asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -13,9 +13,9 @@ from scripted_chain import ScriptedChain, all_chunks
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.token_channel import KEEPALIVE, MAX_MESSAGE_BYTES, IngressStream, IngressStreams
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, MAX_MESSAGE_BYTES, IngressStream, IngressStreams, model_key
 from tramontane.proto import wire
-from tramontane.proto.errors import ModelMismatchError
+from tramontane.proto.errors import ModelMismatchError, PipelineError, StreamNotOpenError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import ExpertChoices, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
@@ -55,9 +55,9 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, ingress: str, number: int, specs: bytes, model: str) -> Response:
+    def _generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> Response:
         self.num_calls += 1
-        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model)))
+        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model, may_wait)))
 
 
 class StepByStep(ScriptedChain):
@@ -230,6 +230,36 @@ def test_a_request_whose_stream_breaks_continues_over_a_new_one() -> None:
             await _until(lambda: router.scheduler.is_idle)
             assert router.num_requests == 0, "what was requested over the first one has been given up"
             assert handle.num_calls == 4, "no stream yet, the first; again none, and the second"
+
+    asyncio.run(scenario())
+
+
+def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
+    """The requests of the older one are aborted, as nothing reads their tokens. Its end leaves the newer one open."""
+    specs = wire.encode_specs([LONG])
+
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain) as (_, router, handle):
+            older = handle._subscribe("node/ingress", "replica")
+            assert await anext(older) == KEEPALIVE
+            call = handle._generate("node/ingress", 1, specs, model_key(""))
+            await _until(lambda: router.num_requests == 1)
+            newer = handle._subscribe("node/ingress", "replica")
+            assert await anext(newer) == KEEPALIVE
+            refusal, _ = wire.decode_error(await call)
+            assert isinstance(refusal, PipelineError)
+            assert router.num_requests == 0
+
+            await cast("AsyncGenerator[bytes, None]", older).aclose()
+            chain.complete(10_000)
+            assert await handle._generate("node/ingress", 2, specs, model_key("")) == DONE, "through the newer stream"
+            numbers = [number for number, _ in wire.decode_outputs(await anext(newer))]
+            assert numbers
+            assert set(numbers) == {2}
+            await cast("AsyncGenerator[bytes, None]", newer).aclose()
+            refusal, _ = wire.decode_error(await handle._generate("node/ingress", 3, specs, model_key("")))
+            assert isinstance(refusal, StreamNotOpenError)
 
     asyncio.run(scenario())
 

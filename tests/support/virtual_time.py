@@ -1,0 +1,55 @@
+"""An event loop whose clock moves by itself: where nothing is ready, it jumps to the next timer."""
+
+import asyncio
+import math
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+LIMIT_S = 3600.0
+
+
+class _InstantSelector(selectors.SelectSelector):
+    """Waits for no file; what the loop would have slept is added to ``now``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.limit_s = 0.0, LIMIT_S
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "nothing is ready and no timer is set: the test would wait forever"
+        if not (ready := super().select(0)):
+            self.now += timeout
+        if self.now > self.limit_s:
+            self.limit_s = math.inf  # the tasks can still be cancelled
+            raise TimeoutError(f"the test has not ended after {LIMIT_S:g} s of virtual time")
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """For coroutines that use timers, and neither threads nor connections."""
+
+    def __init__(self) -> None:
+        self._instant = _InstantSelector()
+        super().__init__(self._instant)
+
+    def time(self) -> float:
+        return self._instant.now
+
+    def block(self, seconds: float) -> None:
+        """Let time pass in which the loop runs nothing, as a callback does that computes for so long."""
+        self._instant.now += seconds
+
+
+def run_in_virtual_time(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run a scenario as ``asyncio.run`` does; its sleeps take no time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(scenario)
+
+
+def block_loop(seconds: float) -> None:
+    """Let the running loop, which has to be a ``VirtualTimeLoop``, do nothing for so long."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.block(seconds)
