@@ -4,7 +4,7 @@ import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
 from tramontane.router.scheduling.poison_detector import PoisonDetector
-from tramontane.router.scheduling.sequence import Sequence
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 Span = tuple[int, int]  # the first position, and the one after the last
 
@@ -64,6 +64,25 @@ def test_a_suspect_is_suspected_once() -> None:
     detector.discard(other)
     assert not detector
     detector.discard(other)
+
+
+@pytest.mark.parametrize(
+    ("status", "others", "makes_way"),
+    [
+        (SequenceStatus.RUNNING, 0, False),
+        (SequenceStatus.RUNNING, 1, True),
+        (SequenceStatus.FINISHED, 1, False),
+        (SequenceStatus.PREEMPTED, 1, False),
+    ],
+)
+def test_a_cleared_suspect_makes_way_for_the_next_one_only(status: SequenceStatus, others: int, makes_way: bool) -> None:
+    detector, sequences = PoisonDetector(), [new_sequence(seq_id, 4, 4) for seq_id in range(1 + others)]
+    for _ in range(2):
+        detector.record_failure(dict.fromkeys(sequences, (0, 4)), alone=False)
+    sequences[0].status = status
+    assert detector.clear(sequences[0]) is makes_way
+    assert not detector.clear(sequences[0]), "it is no suspect any more"
+    assert bool(detector) is bool(others)
 
 
 def _fail_all(pipe: FakePipeline, num_failures: int) -> None:
