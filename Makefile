@@ -118,7 +118,7 @@ bench-interactive: $(STAMP)  ## time to first token of interactive requests whil
 bench-overload: $(STAMP)  ## ten times the requests that the server can answer: refusals, and the effect on accepted streams
 	$(BIN)/python tests/bench/overload.py
 
-bench-hostile: $(STAMP)  ## streams beside clients that send the largest bodies of the worst shapes: the longest gap
+bench-hostile: $(STAMP)  ## streams while clients send the largest bodies of the worst shapes: the longest gap
 	$(BIN)/python tests/bench/hostile.py
 
 bench-journal: $(STAMP)  ## pause after the loss of a stage, without and with a journal of stage inputs

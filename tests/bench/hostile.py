@@ -1,9 +1,9 @@
-"""Benchmark of streams beside clients that send the largest bodies of the shapes that cost a server the most.
+"""Benchmark of streams while clients send the largest bodies of the shapes that cost a server the most.
 
     python tests/bench/hostile.py [--seconds 20] [--streams 4] [--clients 2] [--only "list of lists"] [--json]
 
-``tramontane serve`` with the demo model on two stages. First the streams alone, for ``--seconds``; then beside ``--clients``
-processes that send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 4 MiB over gRPC, one after
+``tramontane serve`` with the demo model on two stages. First the streams alone, for ``--seconds``; then while ``--clients``
+processes send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 4 MiB over gRPC, one after
 the other. A gap is the time between two chunks of one stream. Everything shares this machine's cores; the clients, which take
 as much CPU time to make a body as the server to refuse it, have a low priority.
 """
@@ -68,7 +68,7 @@ class Figures:
     """Seconds; ``during`` names the bodies that the server had in the longest gap, ``slowest`` the one that took longest."""
 
     gap_alone: float
-    gap_beside: float
+    gap_attacked: float
     during: list[str]
     bodies: int
     slowest: str
@@ -159,13 +159,13 @@ async def measure(port: int, grpc_port: int, seconds: float, num_streams: int, n
     attempts = list(itertools.chain.from_iterable(await asyncio.gather(*sent)))
     stopping.set()
     ended = max(each.ended for each in attempts)
-    beside = [gap for gap in gaps if gap.ended - gap.seconds < ended]
+    attacked = [gap for gap in gaps if gap.ended - gap.seconds < ended]
     for task in streams:
         with suppress(asyncio.CancelledError):
             await task
     for client in clients:
         client.shutdown()
-    return figures_of(alone, beside, attempts)
+    return figures_of(alone, attacked, attempts)
 
 
 def figures_of(alone: float, gaps: Sequence[Gap], attempts: Sequence[Attempt]) -> Figures:
@@ -198,7 +198,7 @@ def run(port: int, grpc_port: int, seconds: float, num_streams: int, num_clients
 def table_of(figures: Figures) -> Table:
     table = Table("figure", "measured")
     table.add_row("longest gap of the streams alone", f"{figures.gap_alone:.3f} s")
-    table.add_row("longest gap beside hostile bodies", f"{figures.gap_beside:.3f} s")
+    table.add_row("longest gap during hostile bodies", f"{figures.gap_attacked:.3f} s")
     table.add_row("bodies that the server had then", "\n".join(figures.during))
     table.add_row("bodies sent", str(figures.bodies))
     table.add_row("slowest answer", f"{figures.slowest_s:.1f} s: {figures.slowest}")
@@ -207,9 +207,9 @@ def table_of(figures: Figures) -> Table:
 
 
 def targets(figures: Figures) -> list[Target]:
-    longer = figures.gap_beside - figures.gap_alone
+    longer = figures.gap_attacked - figures.gap_alone
     return [
-        at_most("longest gap beside hostile bodies, above without", longer, MAX_LONGER_S, "s"),
+        at_most("longest gap during hostile bodies, above without", longer, MAX_LONGER_S, "s"),
         none_of("bodies without an answer", figures.failed),
     ]
 
