@@ -14,7 +14,7 @@ from ray import serve
 
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
-from tramontane.cluster.common.deployments import is_superseded, record_deployment
+from tramontane.cluster.common.deployments import is_superseded, number_deployment
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 class RouterReplica:
     """Drives one pipeline behind Ray Serve, which calls ``__del__`` when it stops the replica, but not when it is killed.
 
-    ``deployed_at``: when the application was built, in nanoseconds. Routers of a later deployment take over its pipelines.
+    ``build_id`` is that of the application's build. Routers of a later build take over its pipelines.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, deployed_at: int
+        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, build_id: str
     ) -> None:
         use_serve_log(config.logs, "router")
         bind_internal_port_to_node()
@@ -62,8 +62,8 @@ class RouterReplica:
         self._driving: asyncio.Task[None] | None = None
         self._acquiring: asyncio.Task[tuple[PipelineSpec, ObjectStoreStageChain]] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
+        deployed_at = number_deployment(application.name, build_id)  # before routers of an older one lose their pipelines
         self._application, self._deployed_at = application.name, deployed_at
-        record_deployment(application.name, deployed_at)  # before routers of an older deployment lose their pipelines
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
         pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
