@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,12 @@ bench: $(STAMP)  ## overlap of the stages, with one micro-batch in flight and wi
 
 bench-serve: $(STAMP)  ## cost of HTTP: the first token, and 64 streaming clients against generate
 	$(BIN)/python tests/bench/serving.py
+
+bench-calls: $(STAMP)  ## what the calls of a micro-batch cost the router's event loop, with 4, 16 and 64 stages
+	$(BIN)/python tests/bench/step_calls.py
+
+bench-scale: $(STAMP)  ## 64 routers of echoing stages behind 4 ingresses: CPU time per token, and how it grows
+	$(BIN)/python tests/bench/scale.py
 
 bench-load: $(STAMP)  ## bytes read and memory used by stages that load 2 GiB
 	$(BIN)/python tests/bench/loading.py

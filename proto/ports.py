@@ -51,6 +51,11 @@ class StageChain(Protocol):
         """
         ...
 
+    @property
+    def has_lost_node(self) -> bool:
+        """Whether a node of the pipeline has died between the last two fences."""
+        ...
+
     async def fence(self) -> int:
         """Make every stage forget its sequences; return the new epoch, the only one that stages accept from now on.
 

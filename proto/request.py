@@ -181,8 +181,7 @@ class Logprobs(NamedTuple):
     top: tuple[tuple[tuple[int, float], ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimings:
+class RequestTimings(NamedTuple):
     """Time that a request has spent inside the router, in seconds."""
 
     queue_s: float  # until its first chunk was submitted
@@ -190,9 +189,8 @@ class RequestTimings:
     decode_s: float  # from there to its last
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """Tokens of one request that were ready together, and its times so far."""
+class RequestOutput(NamedTuple):
+    """Tokens of one request that were ready together, and its times so far. A tuple, since one is made for every token."""
 
     events: tuple[TokenEvent, ...]
     times: RequestTimings

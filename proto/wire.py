@@ -24,8 +24,11 @@ from tramontane.proto.request import (
 from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 # Ingress replicas and routers of two versions meet during an upgrade. The hash changes with every field of these classes.
+_OUTPUT_LAYOUT = 2  # of ``encode_outputs``, which changes without a field
 _INGRESS_ROUTER_TYPES = (SequenceRequest, SamplingParams, RequestOutput, RequestTimings, TokenEvent, Logprobs, ExpertChoices)
-PROTOCOL_HASH = f"{zlib.crc32(repr([str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES]).encode()):08x}"
+PROTOCOL_HASH = f"{zlib.crc32(repr([_OUTPUT_LAYOUT, *(str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES)]).encode()):08x}"
+ONE_TOKEN_FIELDS = 6  # of the short form of an output
+_new: Any = tuple.__new__
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 ERROR_KINDS: dict[str, type[errors.TramontaneError]] = {
@@ -123,13 +126,19 @@ def decode_specs(data: bytes) -> tuple[SequenceRequest, ...]:
 
 
 def encode_outputs(outputs: Sequence[tuple[int, RequestOutput | errors.TramontaneError]]) -> bytes:
-    """Encode the outputs, or errors, of several requests by their numbers: one message for all that was ready."""
-    return _pack([(number, _output_fields(output)) for number, output in outputs])
+    """Encode the outputs, or errors, of several requests by their numbers: one message for all that was ready.
+
+    Nearly all outputs are one token of one sequence, which has a short form: number, sequence, token and three times.
+    """
+    return _pack([_one_token(number, output) or (number, _output_fields(output)) for number, output in outputs])
 
 
 def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | errors.TramontaneError]]:
     """Decode the outputs, or errors, of several requests."""
-    return [(number, _output(*fields)) for number, fields in _unpack(data)]
+    return [
+        (fields[0], _output_of_one(*fields[1:]) if len(fields) == ONE_TOKEN_FIELDS else _output(*fields[1]))
+        for fields in _unpack(data)
+    ]
 
 
 def encode_error(error: errors.TramontaneError, replica: str) -> bytes:
@@ -150,6 +159,23 @@ def decode_error(data: bytes) -> tuple[errors.TramontaneError, str]:
 
 def _error_kind(error: errors.TramontaneError) -> str:
     return next(name for name, cls in ERROR_KINDS.items() if isinstance(error, cls))
+
+
+def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> tuple[Any, ...] | None:
+    """Return the short form of an output, or None if it has more than one token, the end of a sequence or an error."""
+    if isinstance(output, errors.TramontaneError):
+        return None
+    events, times, experts, logprobs = output
+    if len(events) != 1 or events[0][2] is not None or experts or logprobs:
+        return None
+    return (number, *events[0][:2], *times)
+
+
+def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
+    """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes takes."""
+    event = _new(TokenEvent, (seq_id, token_id, None))
+    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), ()))
+    return output
 
 
 def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:  # noqa: ANN401

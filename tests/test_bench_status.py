@@ -183,6 +183,24 @@ def _batch_kills(_bench: Any, different: int = 0) -> Patches:  # noqa: ANN401
     return {"_killed": _returns({"different": different, "once": 9})}
 
 
+def _step_calls(bench: Any, growth: float = 1.0, share: float = 1.0) -> Patches:  # noqa: ANN401
+    """Return figures of 4 and 64 stages in multiples of the targets."""
+    loop_ms = {(4, bench.IN_THREAD): 1.0 / growth, (64, bench.IN_THREAD): bench.MAX_GROWTH, (4, bench.ON_LOOP): 1.0}
+    loop_ms[64, bench.ON_LOOP] = bench.MAX_GROWTH / bench.MAX_SHARE / share
+    return {"run": _returns({case: bench.Figures(each, 1.0, 1.0) for case, each in loop_ms.items()})}
+
+
+def _scale(bench: Any, cost: float = 1.0, growth: float = 1.0, share: float = 1.0, failed: int = 0) -> Patches:  # noqa: ANN401
+    """Return figures of 1 and 64 routers in multiples of the targets."""
+
+    def run(routers: int, cost: float) -> Any:  # noqa: ANN401
+        cpu_s = {"ingress": cost / 2, "router": cost / 2, "proxy": 1.0}
+        return bench.Run(routers, 1, 9, share * bench.MIN_SHARE, 1.0, cpu_s, 1.0, failed)
+
+    last = cost * bench.MAX_COST
+    return {"run": _returns([run(1, last / bench.MAX_GROWTH / growth), run(64, last)])}
+
+
 def _loading(_bench: Any, read: int = 105, disk: int = 105, memory: int = 115) -> Patches:  # noqa: ANN401
     import loading_stages
 
@@ -258,6 +276,8 @@ CASES = {
     "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"not_back": 1}]),
     "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
     "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
+    "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),
+    "scale": Case(_scale, [{"cost": 1.01}, {"growth": 1.01}, {"share": 0.99}, {"failed": 1}]),
     "serving": Case(_serving, [{"ready": 25.1}, {"added": 20.1}, {"behind": 84.0}]),
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
     "batch": Case(_batch, [{"growth": 64.1}], has_json=False),

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -34,16 +35,15 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
     Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or loads.
     """
     answers = _check_health(workers, ANSWER_TIMEOUT_S)
-    replaced = {n: "its process was stopped" for n in workers if n not in answers and kill_worker_process(workers[n], math.inf)}
+    unanswered = {name: worker for name, worker in workers.items() if name not in answers}
+    replaced = dict.fromkeys(_kill_processes(unanswered, math.inf), "its process was stopped")
     if late := {name: worker for name, worker in workers.items() if not (name in answers or name in replaced)}:
         answers |= _check_health(late, LAST_ANSWER_TIMEOUT_S - ANSWER_TIMEOUT_S)
-    for name, health in answers.items():
-        if health is not None and health.busy_for_s > limit_s and kill_worker_process(workers[name], 0.0):
-            replaced[name] = f"it computed for {health.busy_for_s:.1f} s without a pause, more than {limit_s:g} s"
-    silent = [name for name in late if name not in answers]
-    for name in silent:
-        if kill_worker_process(workers[name], START_TIMEOUT_S):
-            replaced[name] = f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s"
+    busy_s = {name: health.busy_for_s for name, health in answers.items() if health is not None and health.busy_for_s > limit_s}
+    for name in _kill_processes({name: workers[name] for name in busy_s}, 0.0):
+        replaced[name] = f"it computed for {busy_s[name]:.1f} s without a pause, more than {limit_s:g} s"
+    silent = {name: worker for name, worker in late.items() if name not in answers}
+    replaced |= dict.fromkeys(_kill_processes(silent, START_TIMEOUT_S), f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s")
     if replaced:
         reason = "; ".join(f"{name} got a new process: {why}" for name, why in replaced.items())
         logger.warning("%s", reason)
@@ -64,11 +64,14 @@ class SilenceTracker:
         """Replace the processes that are stopped, or have missed MAX_MISSED_CHECKS checks in a row."""
         by_name = {str(number): worker for number, worker in enumerate(workers)}
         answers = _check_health(by_name, LOADING_ANSWER_TIMEOUT_S)
+        silent: dict[float, dict[str, ActorHandle[Any]]] = {0.0: {}, math.inf: {}}  # by the age from which they are killed
         for name, worker in by_name.items():
             self._num_missed[worker] = 0 if name in answers else self._num_missed[worker] + 1
-            min_age_s = 0.0 if self._num_missed[worker] >= MAX_MISSED_CHECKS else math.inf
-            if self._num_missed[worker] and kill_worker_process(worker, min_age_s):
-                missed = self._num_missed.pop(worker)
+            if self._num_missed[worker]:
+                silent[0.0 if self._num_missed[worker] >= MAX_MISSED_CHECKS else math.inf][name] = worker
+        for min_age_s, late in silent.items():
+            for name in _kill_processes(late, min_age_s):
+                missed = self._num_missed.pop(late[name])
                 logger.warning("a loading worker got a new process: it missed %d health checks in a row", missed)
 
 
@@ -89,6 +92,15 @@ def _check_health(workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float) -
         except RayError:
             answers[names[ref]] = None
     return answers
+
+
+def _kill_processes(workers: Mapping[str, "ActorHandle[Any]"], min_age_s: float) -> list[str]:
+    """Call ``kill_worker_process`` for all workers at once: one on a lost node takes seconds. Return the names of the killed."""
+    if not workers:
+        return []
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="kill") as threads:
+        are_killed = threads.map(lambda worker: kill_worker_process(worker, min_age_s), workers.values())
+        return [name for name, is_killed in zip(workers, are_killed, strict=True) if is_killed]
 
 
 def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:

@@ -30,10 +30,10 @@ class LeaseManager:
         self._ttl_s = ttl_s
         self._renewed_at = now
 
-    def claim(self, holder: str, now: float, current_yields: bool = False) -> None:
-        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that has to yield."""
+    def claim(self, holder: str, now: float, yielding: str = "") -> None:
+        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that is ``yielding``, which has to yield."""
         current = self.lease
-        if current and current.holder != holder and not current_yields and now - self._renewed_at <= self._ttl_s:
+        if current and current.holder not in (holder, yielding) and now - self._renewed_at <= self._ttl_s:
             raise LeaseError(f"the pipeline is driven by {current.holder}")
         self.lease = Lease(holder, self._last_epoch)
         self._renewed_at = now

@@ -86,8 +86,9 @@ class Supervisor:
         Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good,
         and Ray's GetTimeoutError if one does not answer in time.
         """
+        yielding = self._yielding_to(holder)
         with self._lock:
-            self._claim(holder)
+            self._leases.claim(holder, time.monotonic(), yielding)
             # If all record of the last epoch is lost with the stages, the clock still gives a higher one.
             epoch = self._leases.next_epoch(floor=time.time_ns() // 1_000_000)
         stages = find_stage_actors(self.spec)
@@ -111,11 +112,12 @@ class Supervisor:
         """Return what the pipeline was created from; a router that adopts it uses it unchanged."""
         return self.spec
 
-    @ray.method(concurrency_group="lease")
+    @ray.method(concurrency_group="claim")
     def claim(self, holder: str) -> None:
         """Take the lease, if it is free or an older deployment's. Raises LeaseError while another router holds it."""
+        yielding = self._yielding_to(holder)
         with self._lock:
-            self._claim(holder)
+            self._leases.claim(holder, time.monotonic(), yielding)
 
     @ray.method(concurrency_group="lease")
     def renew(self, holder: str) -> bool:
@@ -142,10 +144,13 @@ class Supervisor:
         remove_pipeline(self.spec.name)
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def _claim(self, holder: str) -> None:
+    def _yielding_to(self, claimant: str) -> str:
+        """Return the present holder if it has to yield, else "".
+
+        Call it without the lock, which renewals need: it asks the head node, and Ray may wait a minute for that.
+        """
         current = self._leases.lease
-        yields = current is not None and current.holder != holder and must_yield(current.holder, holder)
-        self._leases.claim(holder, time.monotonic(), yields)
+        return current.holder if current and current.holder != claimant and must_yield(current.holder, claimant) else ""
 
     def _reap_if_abandoned(self) -> None:
         """Remove the pipeline after a long silence of its router, or a shorter one if no application can claim it.
@@ -191,8 +196,8 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "max_restarts": -1,
         **avoid_head_node(),
     }
-    # The lease's calls are answered also while workers load.
-    actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
+    # The lease is renewed also while workers load, and while claims wait for the head node.
+    actor: Any = ray.remote(concurrency_groups={"lease": 2, "claim": 1, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 

@@ -1,7 +1,8 @@
 """Deployments of a Ray Serve application, recorded in the cluster's key-value store.
 
-Two facts are kept for each application: its newest deployment, to which routers of older ones yield, and the deployment
-that was drained, so that an ingress replica of it which restarts is drained as well.
+The store gives every build of an application a number, higher than those before it. It also keeps the newest deployment, to
+which routers of older ones yield, and the deployment that was drained, so that an ingress replica of it which restarts is
+drained as well.
 """
 
 import time
@@ -11,10 +12,18 @@ from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 TTL_NS = 900 * 10**9
 
 
-def record_deployment(application: str, deployed_at: int) -> None:
-    """Record a deployment by its time, in nanoseconds, unless a newer one is recorded."""
-    if deployed_at > newest_deployment(application):
+def number_deployment(application: str, build_id: str) -> int:
+    """Return the number of a build, ``deployed_at``: the time in ns at which the first of its replicas asked, or a later one.
+
+    It is higher than all numbers before, whatever the clocks of the nodes and of the deploying machine say: a build that
+    starts at 5 after another one got 9 gets 10. All replicas of a build get the same number.
+    """
+    newest = newest_deployment(application)
+    kv_put(_build_key(application, build_id), str(max(time.time_ns(), newest + 1)).encode(), overwrite=False)
+    deployed_at = int(kv_get(_build_key(application, build_id)) or 0)
+    if deployed_at > newest:
         kv_put(_key(application), str(deployed_at).encode())
+    return deployed_at
 
 
 def is_superseded(application: str, deployed_at: int) -> bool:
@@ -39,12 +48,16 @@ def is_drained(application: str, deployed_at: int) -> bool:
 
 
 def newest_deployment(application: str) -> int:
-    """Return the time of the newest deployment in nanoseconds; 0 if none is recorded."""
+    """Return the number of the newest deployment, see ``number_deployment``; 0 if none is recorded."""
     return int(kv_get(_key(application)) or 0)
 
 
 def _key(application: str) -> str:
     return f"tramontane-deployment-{application}"
+
+
+def _build_key(application: str, build_id: str) -> str:
+    return f"tramontane-build-{application}-{build_id}"
 
 
 def _drained_key(application: str) -> str:

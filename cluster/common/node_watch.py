@@ -26,6 +26,24 @@ class _Waiter:
     ended: asyncio.Future[None]
 
 
+class NodeLossDetector:
+    """Whether a node that something uses has died between two checks.
+
+    ``list_used`` returns the nodes that it uses now, ``list_dead`` all dead ones. Nodes a and b were used, b has died, and what
+    was there runs on c: the check returns True, and the next one does only if a or c has died.
+    """
+
+    def __init__(self, list_used: Callable[[], set[str]], list_dead: Callable[[], set[str]]) -> None:
+        self._list_used, self._list_dead = list_used, list_dead
+        self._used: set[str] = set()
+
+    def check(self) -> bool:
+        """Return True if a node that was used at the last check has died since."""
+        has_lost = not self._used.isdisjoint(self._list_dead())
+        self._used = self._list_used()
+        return has_lost
+
+
 class DeadNodeWatcher:
     """Nodes that Ray has declared dead. One task calls ``list_dead`` for all callers, and only while one waits."""
 

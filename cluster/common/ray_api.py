@@ -21,6 +21,12 @@ def avoid_head_node() -> dict[str, Any]:
     return {"label_selector": {NODE_GROUP: f"!{HEAD_GROUP}"}, "fallback_strategy": [{"label_selector": {}}]}
 
 
+def list_used_nodes(group: str) -> set[str]:
+    """Return Ray's ids of the nodes that have a bundle of the placement group with this name."""
+    groups: dict[str, Any] = ray.util.placement_group_table()
+    return {node for each in groups.values() if each["name"] == group for node in each["bundles_to_node_id"].values()}
+
+
 def list_dead_nodes() -> set[str]:
     """Return Ray's ids of the nodes that it has declared dead."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
 """The validated configuration, and the files that give it."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 GROUPS: tuple[type[KeyGroup], ...] = (
     *(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys, ServingKeys, ScalingKeys, JobKeys, LoggingKeys),
 )
+PIPELINES_PER_INGRESS = 16
 SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
 
 
@@ -49,6 +51,16 @@ class EngineConfig(
     def max_pipelines(self) -> int:
         """The largest number of pipelines at a time."""
         return self.max_replicas or self.replicas
+
+    @property
+    def num_ingresses(self) -> int:
+        """The ingress replicas: as the key says, else 1 for one pipeline, 2 for up to 32 pipelines, 4 for 64.
+
+        One is one process, which takes part of the tokens of all pipelines. Two serve on while one of them is replaced.
+        """
+        if self.ingress_replicas is not None or self.max_pipelines == 1:
+            return self.ingress_replicas or 1
+        return max(2, math.ceil(self.max_pipelines / PIPELINES_PER_INGRESS))
 
     def single_pipeline(self) -> Self:
         """Return the configuration with one pipeline: the file may have been written for ``serve``."""

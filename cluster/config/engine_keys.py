@@ -197,14 +197,14 @@ class ServingKeys(KeyGroup):
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(
         9000, "gRPC port, on the same host. 0: no gRPC.", in_serve_config=False
     )
-    ingress_replicas: SmallInt = key(1, "Ingress replicas.", has_flag=False)
+    ingress_replicas: SmallInt | None = key(None, "Ingress replicas.", unset="1; for more pipelines 2 or more", has_flag=False)
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = key(
         256, "Sequences that may wait for a slot, per pipeline. More are refused with 429."
     )
     max_queued_tokens: PositiveInt = key(2**17, "Prompt tokens that may wait, per pipeline. More are refused with 429.")
     max_body_bytes: PositiveInt = key(8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False)
     stream_writes_per_s: PositiveInt | None = key(
-        None, "Writes to streams per second of one ingress replica.", unset="50 per core, at most 1500", has_flag=False
+        None, "Writes to streams per second of one ingress replica.", unset="50 per core and machine, at most 400", has_flag=False
     )
     drain_timeout: Seconds | None = key(
         None, "Seconds to finish running requests at the stop.", unset="30 for serve, 600 in a Ray Serve config"

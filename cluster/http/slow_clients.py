@@ -41,11 +41,17 @@ def num_buffered() -> int:
 
 def with_backpressure(send: Send, limit_s: float, count_buffered: Callable[[], int] = num_buffered) -> Send:
     """Wrap ``send`` so that it waits while too much is buffered. It raises SlowReaderError after ``limit_s``."""
+    is_queue = buffered_messages.get(None) is not None  # which takes every message at once, so that no time limit is needed
 
     async def send_and_wait(message: Message) -> None:
+        if is_queue:
+            await send(message)
+            if count_buffered() <= MAX_BUFFERED:
+                return
         try:
             async with asyncio.timeout(limit_s):
-                await send(message)
+                if not is_queue:
+                    await send(message)
                 while count_buffered() > MAX_BUFFERED:
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:

@@ -17,6 +17,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 Changes = AsyncGenerator[list[Any], None]
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes an encoder for each call
 
 
 class StreamingAnswer(Protocol):
@@ -126,4 +127,4 @@ async def sse_events(
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return format_event(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode())
+    return format_event(_to_json(data).encode())

@@ -6,7 +6,6 @@ A request is logged when it is accepted and when it ends, once each and without 
 import logging
 from collections.abc import Sequence
 from contextvars import Context
-from dataclasses import asdict
 
 from tramontane.cluster.config.logging import ContextFilter, LogSettings
 from tramontane.cluster.ray_internals.accessors import bind_request_id, bind_trace, current_request_id, serve_logger
@@ -71,7 +70,7 @@ def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     request_id, outcome = request.request_id, "has ended" if is_complete else "is aborted"
-    times = {name: round(seconds, 6) for name, seconds in asdict(request.times).items()}
+    times = {name: round(seconds, 6) for name, seconds in request.times._asdict().items()}
     words = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f} s" for name, seconds in times.items())
     extra = request_fields(request_id, is_complete=is_complete, **times)
     logger.info("request %s %s: %s", request_id or "-", outcome, words, extra=extra)

@@ -158,7 +158,7 @@ async def _try_claim(name: str, holder: str) -> bool:
     """Claim a pipeline's lease and return True if that succeeds; its former router learns that when it renews."""
     try:
         supervisor = ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
-        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
+        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
     except (ValueError, RayError):
         return False
     return True

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,7 +17,8 @@ from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineS
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.supervisor_client import call_or_restart, call_with_retry, renew_lease, renew_lease_forever
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.ray_api import ray_error_message
+from tramontane.cluster.common.node_watch import NodeLossDetector
+from tramontane.cluster.common.ray_api import list_dead_nodes, list_used_nodes, ray_error_message
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
@@ -51,7 +53,7 @@ async def running_pipeline(
     holder = holder or driver_holder_name()
     supervisor = create_supervisor(spec)
     try:
-        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
+        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
     except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
         raise LeaseError(f"the pipeline {spec.name} cannot be claimed: {ray_error_message(error)}") from error
     renewing = asyncio.create_task(renew_lease_forever(supervisor, holder))
@@ -60,7 +62,8 @@ async def running_pipeline(
         with show_progress(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec, evict)
         chain = DirectStageChain if spec.link == "direct" else ObjectStoreStageChain
-        yield chain(stages, supervisor, holder)
+        nodes = NodeLossDetector(partial(list_used_nodes, spec.name), list_dead_nodes)
+        yield chain(stages, supervisor, holder, nodes)
     finally:
         renewing.cancel()
         if await _still_holds_lease(spec.supervisor_name, holder):

@@ -49,6 +49,11 @@ class LocalStageChain:
         """The number of stages."""
         return len(self.stages)
 
+    @property
+    def has_lost_node(self) -> bool:
+        """False: there is no other node."""
+        return False
+
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         """Queue a micro-batch; the result raises PipelineError if a stage fails."""
         return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)

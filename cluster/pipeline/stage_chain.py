@@ -1,10 +1,10 @@
-"""Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at once."""
+"""Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at once, in a thread."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
 from tramontane.cluster.common.backoff import Backoff
+from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
@@ -30,6 +31,7 @@ HEALTH_TIMEOUT_S = 3.0
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
 RESCUE_TIMEOUT_S = 30.0  # health checks take up to 3 s, and a process may have to be killed on another node
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
+NODES_TIMEOUT_S = 2.0  # for the head node's answer
 SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # the supervisor waits for stages at most twice as long
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to report that an actor is dead
 
@@ -39,14 +41,20 @@ logger = logging.getLogger(__name__)
 class ObjectStoreStageChain:
     """The object-store link: hidden states travel through Ray's object store; small ones are inline in the calls.
 
-    Ray runs one caller's calls on a synchronous actor in the order of submission, so
-    micro-batches enter every stage in the order of ``submit``.
+    Ray runs one caller's calls on a synchronous actor in the order of submission, so micro-batches enter every stage in the
+    order of ``submit``. A thread makes the calls, one or more per stage, so that the event loop of the router stays free.
     """
 
-    def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
+    def __init__(
+        self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str, nodes: NodeLossDetector | None = None
+    ) -> None:
         self.stages = stages
         self._supervisor = supervisor
         self._holder = holder
+        self._nodes = nodes
+        self.has_lost_node = False  # see ``StageChain``
+        self._calling = ThreadPoolExecutor(1, thread_name_prefix="stage-calls")
+        self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
 
     @property
     def num_stages(self) -> int:
@@ -55,12 +63,27 @@ class ObjectStoreStageChain:
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
-        message = wire.encode_batch(batch)
+        step = _Step(asyncio.get_running_loop().create_future(), self._failures)
+        self._calling.submit(self._call_stages, wire.encode_batch(batch), step)
+        return self._gather(step)
+
+    def _call_stages(self, message: bytes, step: "_Step") -> None:
+        """Call the stages, and have their replies recorded. Runs in a thread of its own."""
+        try:
+            refs = self._start_step(message)
+        except Exception as error:  # of Ray
+            step.fail(error)
+            return
+        for ref in refs:
+            ref.future().add_done_callback(partial(step.on_reply, len(refs)))
+
+    def _start_step(self, message: bytes) -> "list[ObjectRef[bytes]]":
+        """Call all stages; return the replies that make up the result."""
         carried: ObjectRef[Any] | None = None
         for stage in self.stages:
             carried = stage.step.remote(message, carried)
         assert carried is not None
-        return self._result(carried)
+        return [carried]
 
     async def fence(self) -> int:
         """Make all stages forget their sequences; return the new epoch.
@@ -68,6 +91,23 @@ class ObjectStoreStageChain:
         Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good, cannot load, or
         takes longer than LOAD_TIMEOUT_S.
         """
+        epoch = await self._fence()
+        self._failures = []
+        self.has_lost_node = await self._check_nodes()
+        return epoch
+
+    async def _check_nodes(self) -> bool:
+        """Return whether a node has died since the last fence; False if the head node does not answer."""
+        if self._nodes is None:
+            return False
+        try:
+            async with asyncio.timeout(NODES_TIMEOUT_S):
+                return await asyncio.to_thread(self._nodes.check)
+        except (RayError, TimeoutError) as error:
+            logger.warning("it is not known whether a node has died: %s", ray_error_message(error))
+            return False
+
+    async def _fence(self) -> int:
         began, num_failed = time.monotonic(), 0
         while True:
             try:
@@ -121,11 +161,11 @@ class ObjectStoreStageChain:
                 f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s): {ray_error_message(error)}"
             ) from error
 
-    async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
+    async def _gather(self, step: "_Step") -> StepResult:
         try:
-            return wire.decode_result(await ref)
+            return await step.result
         except RayError as error:
-            raise PipelineError(f"a stage failed: {ray_error_message(error)}") from error
+            raise PipelineError(f"a stage failed: {ray_error_message(await _root_cause(error, step.failures))}") from error
 
 
 class DirectStageChain(ObjectStoreStageChain):
@@ -134,52 +174,44 @@ class DirectStageChain(ObjectStoreStageChain):
     The calls of a step are independent for Ray, so the failure of each is observed.
     """
 
-    def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
-        super().__init__(stages, supervisor, holder)
-        self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
+    def _start_step(self, message: bytes) -> "list[ObjectRef[bytes]]":
+        return [stage.linked_step.remote(message) for stage in self.stages]
 
-    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
-        message = wire.encode_batch(batch)
-        replies: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        received: list[bytes] = []
-        for stage in self.stages:
-            ref: ObjectRef[bytes] = stage.linked_step.remote(message)
-            ref.future().add_done_callback(partial(self._on_reply, replies, received, self._failures))
-        return self._gather(replies, self._failures)
 
-    async def fence(self) -> int:
-        """Fence as the object-store link does, and forget earlier failures."""
-        epoch = await super().fence()
-        self._failures = []
-        return epoch
+class _Step:
+    """The replies to one micro-batch, and its result; errors are also added to ``failures``. Other threads call its methods."""
 
-    def _on_reply(
-        self, replies: "asyncio.Future[list[bytes]]", received: list[bytes], failures: list[BaseException], reply: "Future[bytes]"
-    ) -> None:
-        """Record a reply. Runs in a thread of Ray; only an error or the last reply, which decide the step, wake the loop."""
-        error = reply.exception()
-        if error is None:
-            received.append(reply.result())
-        else:
-            failures.append(error)
-        loop = replies.get_loop()
-        if (error is not None or len(received) == self.num_stages) and not loop.is_closed():
-            loop.call_soon_threadsafe(self._settle, replies, error or received)
+    def __init__(self, result: "asyncio.Future[StepResult]", failures: list[BaseException]) -> None:
+        self.result, self.failures = result, failures
+        self._received: list[StepResult] = []
 
-    def _settle(self, replies: "asyncio.Future[list[bytes]]", outcome: BaseException | list[bytes]) -> None:
-        if replies.done():
+    def on_reply(self, num_replies: int, reply: "Future[bytes]") -> None:
+        """Record one of so many replies; only an error or the last reply, which decide the step, wake the loop."""
+        try:
+            self._received.append(wire.decode_result(reply.result()))
+        except BaseException as error:  # of the stage
+            self.fail(error)
+            return
+        if len(self._received) == num_replies:
+            self._wake(merge_results(self._received))
+
+    def fail(self, error: BaseException) -> None:
+        """End the step with an error."""
+        self.failures.append(error)
+        self._wake(error)
+
+    def _wake(self, outcome: BaseException | StepResult) -> None:
+        loop = self.result.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._settle, outcome)
+
+    def _settle(self, outcome: BaseException | StepResult) -> None:
+        if self.result.done():
             return
         if isinstance(outcome, BaseException):
-            replies.set_exception(outcome)
+            self.result.set_exception(outcome)
         else:
-            replies.set_result(outcome)
-
-    async def _gather(self, replies: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
-        try:
-            return merge_results([wire.decode_result(reply) for reply in await replies])
-        except RayError as error:
-            raise PipelineError(f"a stage failed: {ray_error_message(await _root_cause(error, failures))}") from error
+            self.result.set_result(outcome)
 
 
 async def _root_cause(error: BaseException, failures: list[BaseException]) -> BaseException:

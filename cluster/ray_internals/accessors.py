@@ -170,8 +170,11 @@ def set_proxy_tracing(exporter_path: str, sampling_ratio: float) -> None:
 
 
 def configure_handle(handle: "DeploymentHandle[Any]", *, by_reference: bool, **options: Any) -> "DeploymentHandle[Any]":  # noqa: ANN401
-    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or gRPC between replicas."""
-    return handle.options(_by_reference=by_reference, **options)
+    """Return the handle with public options of Ray Serve's, and with calls that use Ray objects, or gRPC between replicas.
+
+    Answers are plain values; cloudpickle, Ray Serve's default, makes a pickler in Python for each of them.
+    """
+    return handle.options(_by_reference=by_reference, response_serialization="pickle", **options)
 
 
 def connect_handle(handle: Any) -> None:  # noqa: ANN401 - DeploymentHandle, whose types lack this

@@ -1,6 +1,6 @@
 """The Ray Serve application: Ingress (any number) and Batch (one) call Router (one per pipeline)."""
 
-import time
+import uuid
 from typing import Any
 
 from ray import serve
@@ -96,13 +96,13 @@ def application(
     batch = serve.deployment(name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common)(BatchReplica)
     ingress = serve.deployment(
         name="Ingress",
-        num_replicas=config.ingress_replicas,
+        num_replicas=config.num_ingresses,
         max_ongoing_requests=UNBOUNDED,
         graceful_shutdown_timeout_s=grace_s,
         max_surge_percent=MAX_SURGE_PERCENT,
         **common,
     )(serve.ingress()(IngressReplica))
-    deployed_at = time.time_ns()
-    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, deployed_at)
+    build_id = uuid.uuid4().hex
+    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, build_id)
     jobs = batch.bind(config.without_secrets(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, deployed_at)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id)

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
-from tramontane.cluster.common.deployments import is_drained
+from tramontane.cluster.common.deployments import is_drained, number_deployment
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -33,7 +33,8 @@ from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.request_stats import CountingTokenSource
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
-WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica: see docs/design/serving.md
+WRITES_PER_CORE = 50  # a second, by all ingress replicas of a machine together
+MAX_WRITES = 400  # a second, by one ingress replica: it is one process, whatever the number of cores
 
 
 class IngressReplica(GrpcServicer):
@@ -50,7 +51,7 @@ class IngressReplica(GrpcServicer):
         _batch: "DeploymentHandle[Any]",  # bound only so that Batch is part of the application
         grpc_on_loopback_only: bool,
         grace_s: float,
-        deployed_at: int,
+        build_id: str,
     ) -> None:
         use_serve_log(config.logs, "ingress")
         bind_internal_port_to_node()
@@ -58,13 +59,14 @@ class IngressReplica(GrpcServicer):
         model = load_checked_model(config, fingerprint)
         digest, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
         self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node)
-        if is_drained(serve.get_replica_context().app_name, deployed_at):  # this replica replaces one that has died since
+        application = serve.get_replica_context().app_name
+        if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
             self._routers.drain()
         source = CountingTokenSource(self._routers, model.counts)
         start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
-        writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
+        writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
         super().__init__(
             model,
             source,
@@ -127,3 +129,11 @@ class IngressReplica(GrpcServicer):
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),
         }
+
+
+def write_budget(num_cores: int, num_ingresses: int) -> int:
+    """Return the writes to streams per second of one of so many ingress replicas, which share the cores.
+
+    2 cores, 1 ingress: 100 writes. 2 cores, 2 ingresses: 50. 64 cores: 400 with up to 8 ingresses, as many as one process makes.
+    """
+    return max(1, min(WRITES_PER_CORE * num_cores // num_ingresses, MAX_WRITES))

@@ -3,18 +3,18 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import psutil
 from ray import serve
 
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
-from tramontane.cluster.common.deployments import is_superseded, record_deployment
+from tramontane.cluster.common.deployments import is_superseded, number_deployment
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
@@ -36,6 +36,8 @@ from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
 RETRY_INTERVAL_S = 0.2
+MESSAGE_TOKENS_PER_S = 1000
+MAX_MESSAGE_PAUSE_S = 0.1
 MAX_FAILED_STARTS = 3  # in a row; each has retried for some time by itself
 
 logger = logging.getLogger(__name__)
@@ -44,11 +46,11 @@ logger = logging.getLogger(__name__)
 class RouterReplica:
     """Drives one pipeline behind Ray Serve, which calls ``__del__`` when it stops the replica, but not when it is killed.
 
-    ``deployed_at``: when the application was built, in nanoseconds. Routers of a later deployment take over its pipelines.
+    ``build_id`` is that of the application's build. Routers of a later build take over its pipelines.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, deployed_at: int
+        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, build_id: str
     ) -> None:
         use_serve_log(config.logs, "router")
         bind_internal_port_to_node()
@@ -62,8 +64,8 @@ class RouterReplica:
         self._driving: asyncio.Task[None] | None = None
         self._acquiring: asyncio.Task[tuple[PipelineSpec, ObjectStoreStageChain]] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
+        deployed_at = number_deployment(application.name, build_id)  # before routers of an older one lose their pipelines
         self._application, self._deployed_at = application.name, deployed_at
-        record_deployment(application.name, deployed_at)  # before routers of an older deployment lose their pipelines
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
         rank = serve.get_replica_context().rank.rank  # only where to look first: the lease decides
@@ -99,8 +101,13 @@ class RouterReplica:
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """Stream tokens to one ingress; see ``IngressStreams``."""
-        async for message in self._streams.subscribe(ingress, replica):
-            yield message
+        async with aclosing(with_pauses(self._streams.subscribe(ingress, replica), self._message_pause_s)) as messages:
+            async for message in messages:
+                yield message
+
+    def _message_pause_s(self) -> float:
+        scheduler = self._router.scheduler
+        return message_pause_s(scheduler.num_running + scheduler.num_waiting, self._streams.num_open)
 
     async def generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
         """Run one request from its arrival to its end; see ``IngressStreams``."""
@@ -240,6 +247,24 @@ class RouterReplica:
     def _new_router(self, before: HealthTracker | None = None) -> Router:
         scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
         return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, previous=before)
+
+
+async def with_pauses(messages: AsyncIterator[bytes], pause_s: Callable[[], float]) -> AsyncGenerator[bytes, None]:
+    """Yield the messages of a generator, with a pause after each, in which further tokens gather for the next one."""
+    async with aclosing(cast("AsyncGenerator[bytes, None]", messages)) as opened:
+        async for message in opened:
+            yield message
+            await asyncio.sleep(pause_s())
+
+
+def message_pause_s(num_sequences: int, num_ingresses: int) -> float:
+    """Return the pause after a message to one of so many ingresses, by the sequences that a router has.
+
+    A message has a price of its own, whatever its length, and an ingress writes to each of n streams once in n / 400 s or less
+    often (see ``write_budget``). 1 sequence: 1 ms. 64 sequences: 64 ms, where a stream is written to every 160 ms; half of that
+    with two ingresses. More than 100: 100 ms.
+    """
+    return min(num_sequences / max(num_ingresses, 1) / MESSAGE_TOKENS_PER_S, MAX_MESSAGE_PAUSE_S)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:

@@ -34,6 +34,7 @@ from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.in_flight import InFlightBatches
 from tramontane.router.engine.pipeline_stats import PipelineStats
 from tramontane.router.engine.request_output import OutputQueue
+from tramontane.router.scheduling.poison_detector import FailedBatch
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
@@ -71,6 +72,7 @@ class Router:
         self.health = HealthTracker(clock, previous)
         self.failure: PipelineError | None = None
         self._reported_loss: PipelineError | None = None  # see ``request_recovery``
+        self._failed: tuple[PipelineError, FailedBatch] | None = None  # what has made the stages be fenced again
         self._num_poison = 0  # poison requests since the last token of any request
 
     async def run(self) -> None:
@@ -80,7 +82,9 @@ class Router:
         """
         try:
             while True:
-                self.scheduler.restart(await self.chain.fence())
+                epoch = await self.chain.fence()
+                self._blame_failure()
+                self.scheduler.restart(epoch)
                 self.health.on_fenced()
                 logger.info("the stages accept epoch %d", self.scheduler.epoch, extra=self._log_fields())
                 try:
@@ -149,20 +153,32 @@ class Router:
                 request.add_logprobs(logprobs)
 
     def _handle_step_failure(self, error: PipelineError) -> None:
-        """Prepare for fencing the stages again. A request that has made the pipeline fail twice is not retried."""
+        """Prepare for fencing the stages again."""
         logger.warning("the pipeline failed, and its requests are computed again: %s", error, extra=self._log_fields())
         self.health.on_failure(str(error))
         self._reported_loss = None
-        if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.record_failure(batch)) is not None:
-            self._num_poison += 1
-            if self._num_poison >= MAX_CONSECUTIVE_POISON:
-                raise PipelineError(f"the pipeline failed with {self._num_poison} requests in a row: {error}") from error
-            request = self._requests[seq_id]
-            name, fields = request.request_id or "-", request_fields(request.request_id)
-            logger.warning("request %s has made the pipeline fail twice and is aborted", name, extra=fields)
-            self.abort(request)
-            request.sink(PoisonRequestError(f"this request has made the pipeline fail twice and is not retried: {error}"))
+        batch = self._in_flight.oldest
+        self._failed = (error, self.scheduler.failed_batch(batch)) if batch else None
         self._in_flight.cancel_all()
+
+    def _blame_failure(self) -> None:
+        """Once the stages are fenced again, end the request that is certain to have caused the failure, if there is one.
+
+        Only then it is known whether a node had died, which is the fault of no request. Raises PipelineError if several
+        requests in a row seem to be the cause: the pipeline itself is broken.
+        """
+        last, self._failed = self._failed, None
+        if last is None or self.chain.has_lost_node or (seq_id := self.scheduler.record_failure(last[1])) is None:
+            return
+        error = last[0]
+        self._num_poison += 1
+        if self._num_poison >= MAX_CONSECUTIVE_POISON:
+            raise PipelineError(f"the pipeline failed with {self._num_poison} requests in a row: {error}") from error
+        request = self._requests[seq_id]
+        name, fields = request.request_id or "-", request_fields(request.request_id)
+        logger.warning("request %s has made the pipeline fail three times and is aborted", name, extra=fields)
+        self.abort(request)
+        request.sink(PoisonRequestError(f"this request has made the pipeline fail three times and is not retried: {error}"))
 
     def _fail(self, error: PipelineError) -> None:
         """End every request with this error; later ones are refused with it."""

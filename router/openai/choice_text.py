@@ -22,6 +22,8 @@ class StopMatcher:
 
         Stop "END": push("xEN") emits "x" and holds "EN"; push("Q") emits "ENQ".
         """
+        if not self._stops:  # nearly always
+            return text, False
         num_held = len(self._held)
         self._held += text
         stops = self._stops if may_stop else ()

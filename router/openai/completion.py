@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tramontane.proto.errors import ParameterError
@@ -200,7 +200,7 @@ class Completion:
     def timings(self) -> Timings:
         """Seconds in the router, by phase; ``ingress_s`` is the rest of the time since the request arrived."""
         assert self._times is not None
-        router_s = asdict(self._times)
+        router_s = self._times._asdict()
         times = {"ingress_s": time.monotonic() - self._arrived_at - sum(router_s.values()), **router_s}
         return Timings(**{name: round(seconds, 6) for name, seconds in times.items()})
 

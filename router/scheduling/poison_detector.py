@@ -2,18 +2,31 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
-MAX_FAILURES = 2  # failed micro-batches in a row, without a token between them; the last one with the sequence alone
+MAX_FAILURES = 3  # failed micro-batches in a row, without a token between them; the last one with the sequence alone
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBatch:
+    """The sequences of a failed micro-batch, each with its first position in it and the one after the last.
+
+    ``is_alone``: no other sequence was in the pipeline.
+    """
+
+    positions: Mapping[Sequence, tuple[int, int]]
+    is_alone: bool
 
 
 class PoisonDetector:
     """Finds the sequence that makes micro-batches fail.
 
     Each sequence of a failed micro-batch may be the cause. A poisonous one fails at the same position every time, so one that
-    was in ``MAX_FAILURES`` failures for a common position is run alone, before all others: if it yields a token it is cleared,
-    if the pipeline fails again it is the cause.
+    was in two failures for a common position is run alone, before all others: if it yields a token it is cleared, if the
+    pipeline fails again, for the third time, it is the cause. Two failures of other causes therefore convict no sequence, even
+    if it was alone both times.
     """
 
     def __init__(self) -> None:
@@ -27,17 +40,15 @@ class PoisonDetector:
         """The next sequence to be run alone."""
         return self._to_isolate[0]
 
-    def record_failure(self, positions: Mapping[Sequence, tuple[int, int]], *, alone: bool) -> Sequence | None:
-        """Count a failed micro-batch against its sequences; return the cause, if it is certain.
-
-        ``positions`` has the first position of each sequence in the micro-batch and the one after the last. ``alone`` means
-        that no other sequence was in the pipeline.
-        """
-        for sequence, span in positions.items():
+    def record_failure(self, failed: FailedBatch) -> Sequence | None:
+        """Count a failed micro-batch against its sequences that have not ended; return the cause, if it is certain."""
+        for sequence, span in failed.positions.items():
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
             _count_failure(sequence, span)
-            if sequence.num_failures >= MAX_FAILURES and alone:
+            if sequence.num_failures >= MAX_FAILURES and failed.is_alone:
                 return sequence
-            if sequence.num_failures >= MAX_FAILURES and sequence not in self._to_isolate:
+            if sequence.num_failures >= MAX_FAILURES - 1 and sequence not in self._to_isolate:
                 self._to_isolate.append(sequence)
         return None
 

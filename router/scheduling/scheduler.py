@@ -9,7 +9,7 @@ from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
 from tramontane.router.scheduling.batch_queues import DecodeQueue, PrefillQueue, urgent_tokens
-from tramontane.router.scheduling.poison_detector import PoisonDetector
+from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
@@ -114,13 +114,16 @@ class Scheduler:
             self._release_if_drained(sequence)
         self._freed.clear()
 
-    def record_failure(self, batch: MicroBatch) -> int | None:
-        """Record that the oldest micro-batch in flight has failed; return the sequence that caused it, if that is certain."""
+    def failed_batch(self, batch: MicroBatch) -> FailedBatch:
+        """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has failed."""
         spans = {chunk.seq_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.chunks}
         spans |= {seq_id: (start, start + 1) for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)}
-        by_id = self._running.by_id
-        alive = {by_id[seq_id]: span for seq_id, span in spans.items() if by_id[seq_id].status is not FINISHED}
-        cause = self._poison_detector.record_failure(alive, alone=len(self._running) == 1)
+        positions = {self._running.by_id[seq_id]: span for seq_id, span in spans.items()}
+        return FailedBatch(positions, is_alone=len(self._running) == 1)
+
+    def record_failure(self, failed: FailedBatch) -> int | None:
+        """Count a failed micro-batch against its sequences; return the one that has caused it, if that is certain."""
+        cause = self._poison_detector.record_failure(failed)
         return None if cause is None else cause.seq_id
 
     def validate(self, sequence: Sequence) -> None:

@@ -104,6 +104,8 @@ class ExpertActors:
 class PingPongChain:
     """A ``StageChain`` of stages with ping-pong executors."""
 
+    has_lost_node = False
+
     def __init__(self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()) -> None:
         self.stages, self.experts = stages, experts
         self._threads = ThreadPoolExecutor(64)  # each waits for one micro-batch

@@ -23,6 +23,7 @@ class ScriptedChain:
     """A chain that samples token 7; every micro-batch awaits ``gate`` first."""
 
     num_stages = 2
+    has_lost_node = False
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

@@ -40,6 +40,7 @@ def free_port() -> int:
 PORT, GRPC_PORT = free_port(), free_port()
 URL = f"http://127.0.0.1:{PORT}"
 GRPC = f"127.0.0.1:{GRPC_PORT}"
+ONE_INGRESS = {"ingress_replicas": 1}  # whatever the number of pipelines: ``ingress_stats`` asks any replica
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def running_application(port: int = PORT, grpc_port: int = GRPC_PORT, **settings
     """Run the application on the connected cluster, with batch jobs in a temporary folder. Ray Serve keeps running afterwards."""
     start_serve(port, grpc_port)
     with TemporaryDirectory() as folder:
-        serve.run(application(EngineConfig.build(None, jobs_in(folder) | settings)), name=APPLICATION, route_prefix="/")
+        config = EngineConfig.build(None, jobs_in(folder) | ONE_INGRESS | settings)
+        serve.run(application(config), name=APPLICATION, route_prefix="/")
         wait_until_ready(f"http://127.0.0.1:{port}")
         try:
             yield
@@ -74,7 +76,7 @@ def deploy(settings: dict[str, Any], num_routers: int = 1, **router_options: Any
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": "tramontane.cluster.serving.app:build",
-        "args": settings,
+        "args": ONE_INGRESS | settings,
         "deployments": [{"name": "Router", "num_replicas": num_routers, **router_options}],
     }
     client: Any = _get_global_client()

@@ -1,5 +1,7 @@
 """The direct link: hidden states go from stage to stage over channels, which are made anew for every epoch."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 
@@ -37,12 +39,15 @@ class StageLink:
         return self._listener.address
 
     def connect(self, inlet: Address | None) -> None:
-        """Make the channels: first from the stage before, which listens at ``inlet``, then to the next. Raises LinkError."""
+        """Make the channels at once: from the stage before, which listens at ``inlet``, and to the next. Raises LinkError.
+
+        One after the other, each stage would wait for the one before it, and the last stage for all edges in turn.
+        """
         try:
-            if inlet is not None:
-                self._inlet = self._channels.connect(inlet, self._host)
-            if self._listener is not None:
-                self._outlet = self._listener.accept()
+            with ThreadPoolExecutor(1, thread_name_prefix="accept") as thread:
+                accepting = thread.submit(self._accept_outlet)
+                self._connect_inlet(inlet)
+            accepting.result()
         except (OSError, RuntimeError) as error:
             self.close()
             stage = self._worker.plan.label
@@ -70,6 +75,19 @@ class StageLink:
         for end in (self._listener, self._inlet, self._outlet):
             if end is not None:
                 end.close()
+
+    def _accept_outlet(self) -> None:
+        if self._listener is not None:
+            self._outlet = self._listener.accept()
+
+    def _connect_inlet(self, inlet: Address | None) -> None:
+        try:
+            if inlet is not None:
+                self._inlet = self._channels.connect(inlet, self._host)
+        except BaseException:
+            if self._listener is not None:
+                self._listener.close()  # which ends the wait for the next stage
+            raise
 
     def _linked_step(self, batch: MicroBatch) -> StepResult:
         plan = self._worker.plan

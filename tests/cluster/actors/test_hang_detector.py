@@ -1,5 +1,6 @@
 """Which workers count as hung, by what Ray reports of each."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -67,3 +68,19 @@ def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(answer: Any, end
     workers: Any = [_Worker(LOADS), _Worker(answer, is_stopped=True)]
     SilenceTracker().kill_silent(workers)
     assert ended == workers[1:]
+
+
+@pytest.mark.parametrize(
+    "check", [lambda workers: replace_hung_workers(workers, 2.0), lambda w: SilenceTracker().kill_silent(w.values())]
+)
+def test_all_late_workers_are_examined_at_once(check: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their nodes are lost: each takes as long as Ray waits for it, and the caller does not wait for fourteen times that."""
+    workers: Any = {f"stage-{number}": _Worker(None, is_stopped=True) for number in range(14)}
+    together = threading.Barrier(len(workers), timeout=10)  # seconds, if one is examined after the other
+
+    def kill(_worker: _Worker, _min_age_s: float) -> bool:
+        together.wait()
+        return False
+
+    monkeypatch.setattr(hang_detector, "kill_worker_process", kill)
+    check(workers)

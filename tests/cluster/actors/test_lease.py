@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -28,7 +29,7 @@ from tramontane.cluster.actors import supervisor as supervisor_module
 from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_holder_name, must_yield
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
-from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
+from tramontane.cluster.actors.supervisor import Supervisor, create_supervisor, remove_pipeline
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
 from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline
 from tramontane.cluster.pipeline.lifecycle import running_pipeline, shut_down_pipeline
@@ -55,9 +56,11 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
 
 def test_the_lease_of_a_holder_that_is_known_to_be_dead_need_not_expire() -> None:
     book = LeaseManager(TTL, now=0.0, recovered=Lease("a", 7))
-    book.claim("b", now=0.1, current_yields=True)
+    book.claim("b", now=0.1, yielding="a")
     assert book.lease == Lease("b", 7)
     assert book.next_epoch(floor=0) == 8
+    with pytest.raises(LeaseError, match="driven by b"):
+        book.claim("c", now=0.2, yielding="a")  # which has lost the lease since
 
 
 def test_a_later_deployments_router_need_not_wait_but_no_other() -> None:
@@ -113,6 +116,35 @@ def test_epochs_only_grow_and_belong_to_the_holder(events: list[tuple[str, str, 
             with pytest.raises(LeaseError):
                 book.claim(who, now)
     assert epochs == sorted(set(epochs))
+
+
+class _Book(Supervisor):
+    """A supervisor without workers and without Ray, driven by one router."""
+
+    def __init__(self) -> None:
+        self._lock, self._leases = threading.Lock(), LeaseManager(TTL, time.monotonic())
+        self._leases.claim("actor@7/driving", time.monotonic())
+
+
+def test_the_lease_is_renewed_while_a_claim_waits_for_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, called = _Book(), []
+
+    def silent_head(*_: str) -> bool:
+        renewing = threading.Thread(target=lambda: called.append(book.renew("actor@7/driving")), daemon=True)
+        renewing.start()
+        renewing.join(10)  # seconds, if the lock is held; else it ends at once
+        return False
+
+    monkeypatch.setattr(supervisor_module, "must_yield", silent_head)
+    with pytest.raises(LeaseError, match="driven by actor@7/driving"):
+        book.claim("actor@7/other")
+    assert called == [True]
+
+
+def test_claims_and_renewals_have_threads_of_their_own() -> None:
+    """Two claims that wait for the head node would otherwise occupy both threads of the lease."""
+    groups = {name: getattr(Supervisor, name).__ray_concurrency_group__ for name in ("claim", "renew", "heartbeat")}
+    assert groups["claim"] not in (groups["renew"], groups["heartbeat"])
 
 
 # ---- with Ray

@@ -53,6 +53,8 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 class GatedChain:
     """The real stages; every result passes through ``gate`` before the router gets it. One that has failed is lost for good."""
 
+    has_lost_node = False
+
     def __init__(self, inner: StageChain, gate: Gate) -> None:
         self._inner, self._gate = inner, gate
         self.num_stages = inner.num_stages

@@ -185,7 +185,7 @@ def test_a_router_says_what_becomes_of_a_request(caplog: pytest.LogCaptureFixtur
 
 def test_a_request_that_ends_with_an_error_is_not_complete(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
-        asyncio.run(_through_a_router(2, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")))
+        asyncio.run(_through_a_router(3, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")))
     (end,) = [vars(record) for record in caplog.records if "is_complete" in vars(record)]
     assert (end["request_id"], end["is_complete"]) == ("poison", False)
 

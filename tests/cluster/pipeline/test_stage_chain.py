@@ -1,16 +1,21 @@
-"""What a chain makes of a supervisor's errors, which Ray gives the class of their cause as well as its own."""
+"""What a chain makes of a supervisor's errors, which Ray gives the class of their cause as well as its own; calls of stages."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.pipeline import stage_chain
-from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_TIMEOUT_S, ObjectStoreStageChain
-from tramontane.proto.errors import LeaseError
+from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_TIMEOUT_S, DirectStageChain, ObjectStoreStageChain
+from tramontane.proto import wire
+from tramontane.proto.errors import LeaseError, PipelineError
+from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 
 EPOCH = 7
 
@@ -98,3 +103,109 @@ def test_a_lease_that_another_router_holds_ends_the_fence() -> None:
     with pytest.raises(LeaseError, match="held by another router"):
         asyncio.run(_chain(supervisor).fence())
     assert supervisor.calls == ["fence for router"]
+
+
+# ---- calls of stages
+
+KINDS = pytest.mark.parametrize("kind", [ObjectStoreStageChain, DirectStageChain])
+
+
+class _Stage:
+    """As a stage's handle; every call blocks its caller until ``may_return``, and raises ``error`` if there is one."""
+
+    def __init__(self, stage_id: int, may_return: threading.Event, error: Exception | None = None) -> None:
+        self._stage_id, self._may_return, self._error = stage_id, may_return, error
+        self.called: list[int] = []  # steps
+        self.step = self.linked_step = _Method(self._call)  # type: ignore[arg-type]
+
+    def _call(self, message: bytes, _carried: object = None) -> Any:  # noqa: ANN401
+        self._may_return.wait(10)  # seconds, if the loop makes the call
+        if self._error is not None:
+            raise self._error
+        batch = wire.decode_batch(message)
+        self.called.append(batch.step_id)
+        reply: Future[bytes] = Future()
+        timing = StageTiming(self._stage_id, 0.0, 0.0, 0)
+        reply.set_result(wire.encode_result(StepResult(batch.epoch, batch.step_id, (), (timing,))))
+        return SimpleNamespace(future=lambda: reply)
+
+
+def _stages(num_stages: int, may_return: threading.Event, error: Exception | None = None) -> Any:  # noqa: ANN401
+    return [_Stage(number, may_return, error) for number in range(num_stages)]
+
+
+@KINDS
+@pytest.mark.parametrize("num_stages", [1, 4, 64])
+def test_no_call_of_a_stage_is_made_on_the_event_loop(kind: type[ObjectStoreStageChain], num_stages: int) -> None:
+    """Calls that block for as long as the loop has not done other work, and then return in the order of submission."""
+
+    async def scenario() -> None:
+        may_return = threading.Event()
+        stages = _stages(num_stages, may_return)
+        chain = kind(stages, stages[0], "router")
+        results = [asyncio.ensure_future(chain.submit(MicroBatch(EPOCH, step_id, ()))) for step_id in range(5)]
+        await asyncio.sleep(0)
+        assert not any(stage.called for stage in stages)
+        may_return.set()  # by the loop, which is free
+        assert [result.step_id for result in await asyncio.gather(*results)] == [*range(5)]
+        assert all(stage.called == [*range(5)] for stage in stages)
+
+    asyncio.run(scenario())
+
+
+@KINDS
+def test_a_call_that_cannot_be_made_fails_its_step(kind: type[ObjectStoreStageChain]) -> None:
+    async def scenario() -> None:
+        may_return = threading.Event()
+        may_return.set()
+        stages = _stages(3, may_return, ActorUnavailableError("it restarts", None))
+        with pytest.raises(PipelineError, match=r"a stage failed: .*it restarts"):
+            await kind(stages, stages[0], "router").submit(MicroBatch(EPOCH, 0, ()))
+
+    asyncio.run(scenario())
+
+
+# ---- nodes
+
+
+@pytest.mark.parametrize(("died", "has_lost"), [({"b"}, True), ({"z"}, False), (set(), False)])
+def test_a_chain_knows_after_a_fence_whether_a_node_of_its_pipeline_has_died(died: set[str], has_lost: bool) -> None:
+    used, dead = {"a", "b"}, {"y"}
+    supervisor = _Supervisor(GetTimeoutError())
+    supervisor.calls.append("replace")
+    handle: Any = supervisor
+
+    async def scenario() -> None:
+        chain = ObjectStoreStageChain([], handle, "router", NodeLossDetector(lambda: set(used), lambda: set(dead)))
+        await chain.fence()
+        assert not chain.has_lost_node
+        dead.update(died)
+        used.difference_update(died)
+        used.add("c")
+        await chain.fence()
+        assert chain.has_lost_node == has_lost
+        await chain.fence()
+        assert not chain.has_lost_node, "not since the last fence"
+
+    asyncio.run(scenario())
+
+
+def test_a_fence_does_not_wait_for_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_chain, "NODES_TIMEOUT_S", 0.01)
+    supervisor, is_over, answers = _Supervisor(GetTimeoutError()), threading.Event(), []
+    supervisor.calls.append("replace")
+    handle: Any = supervisor
+
+    def silent() -> set[str]:
+        is_over.wait(10)  # seconds, if the fence waits for it
+        answers.append(is_over.is_set())
+        return set()
+
+    async def scenario() -> None:
+        chain = ObjectStoreStageChain([], handle, "router", NodeLossDetector(silent, set))
+        assert await chain.fence() == EPOCH
+        assert not chain.has_lost_node
+        assert not answers
+        is_over.set()
+
+    asyncio.run(scenario())

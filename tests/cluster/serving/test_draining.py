@@ -172,9 +172,9 @@ def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytes
     assert not deployments.is_drained("app", 7)
     deployments.mark_drained("app")
     assert not deployments.is_drained("app", 7), "of no deployment that is known"
-    deployments.record_deployment("app", 7)
+    kept["tramontane-deployment-app"] = b"7"
     deployments.mark_drained("app")
-    deployments.record_deployment("app", 8)
+    kept["tramontane-deployment-app"] = b"8"
     assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
     assert not deployments.is_drained("another", 7)
     deployments.clear_drained("app")

@@ -141,10 +141,11 @@ class Surroundings:
         assert self.router.previous is before.health
         return self.router
 
-    def record_deployment(self, application: str, deployed_at: int) -> None:
-        assert (application, deployed_at) == ("app", 5)
+    def number_deployment(self, application: str, build_id: str) -> int:
+        assert (application, build_id) == ("app", "a build")
         if self.record_error is not None:
             raise self.record_error
+        return 5
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
         "serve": SimpleNamespace(get_replica_context=lambda: replica),
         "use_serve_log": lambda *_, **__: None,
         "bind_internal_port_to_node": lambda: None,
-        "record_deployment": around.record_deployment,
+        "number_deployment": around.number_deployment,
         "is_superseded": lambda *_: around.is_superseded,
         "adopt_or_create_pipeline": around.pipeline,
         "MetricFactory": lambda: None,
@@ -192,7 +193,7 @@ def _new() -> tuple[Any, Coroutine[Any, Any, None]]:
     """Return a replica and its constructor, which Ray Serve awaits."""
     replica: Any = Collected.__new__(Collected)
     config = EngineConfig.build(None, {"stages": 2})
-    return replica, replica.__init__(config, FINGERPRINT, launched=True, owns_serve=False, deployed_at=5)
+    return replica, replica.__init__(config, FINGERPRINT, launched=True, owns_serve=False, build_id="a build")
 
 
 def _run(around: Surroundings, scenario: Callable[[Any], Awaitable[None]]) -> list[str]:

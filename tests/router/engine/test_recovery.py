@@ -106,6 +106,45 @@ def test_a_request_that_makes_the_pipeline_fail_is_refused_and_the_others_contin
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("faults", [1, 2])
+def test_two_independent_faults_within_one_token_convict_no_request(faults: int) -> None:
+    """The only request of its pipeline: nothing distinguishes the faults from its own until it runs once more."""
+
+    async def scenario() -> None:
+        async def dies(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch < faults:
+                raise PipelineError("stage 1 died")
+
+        async with _running(StatefulChain(dies)) as router:
+            assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
+            assert router.health.num_recoveries == faults
+
+    asyncio.run(scenario())
+
+
+def test_deaths_of_nodes_do_not_count_against_a_request() -> None:
+    """Five nodes die one after the other under one request, whose first token comes from the sixth; then it fails twice."""
+
+    class OnDyingNodes(StatefulChain):
+        async def fence(self) -> int:
+            epoch = await super().fence()
+            self.has_lost_node = 0 < epoch <= 5
+            return epoch
+
+    async def scenario() -> None:
+        async def dies(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch < 7:
+                raise PipelineError("stage 1 died")
+
+        async with _running(OnDyingNodes(dies)) as router:
+            assert await _tokens(router, (1, 2, 3), 9) == answer((1, 2, 3), 9)
+            assert router.health.num_recoveries == 7
+
+    asyncio.run(scenario())
+
+
 def test_two_poisons_in_company_are_both_found() -> None:
     prompts = [(666, 1, 2), (5,) * 40, (666, 3), (7,) * 9]
 

@@ -669,7 +669,7 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
     assert set(seen) == {"grpc"}
     lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
     assert lines[0] == "request grpc came over gRPC: ScoreRequest"
-    assert any(line.startswith("request grpc has made the pipeline fail twice") for line in lines)
+    assert any(line.startswith("request grpc has made the pipeline fail three times") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
-from tramontane.router.scheduling.poison_detector import PoisonDetector
+from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 Span = tuple[int, int]  # the first position, and the one after the last
@@ -11,7 +11,7 @@ Span = tuple[int, int]  # the first position, and the one after the last
 
 def _fail(detector: PoisonDetector, sequence: Sequence, span: Span, *, alone: bool = False) -> bool:
     """Record a failed micro-batch; return whether the sequence is its certain cause."""
-    return detector.record_failure({sequence: span}, alone=alone) is sequence
+    return detector.record_failure(FailedBatch({sequence: span}, alone)) is sequence
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,9 @@ def test_a_token_in_between_makes_a_failure_the_first_again() -> None:
     sequence.accept(50)
     assert not _fail(detector, sequence, (3, 5), alone=True)
     assert not detector
-    assert _fail(detector, sequence, (4, 5), alone=True), "the second one at position 4, and no token since the first"
+    assert not _fail(detector, sequence, (4, 5), alone=True)
+    assert detector.first is sequence
+    assert _fail(detector, sequence, (4, 5), alone=True), "the third one at position 4, and no token since the first"
 
 
 def test_only_a_sequence_that_was_alone_is_the_cause() -> None:
@@ -51,14 +53,27 @@ def test_only_a_sequence_that_was_alone_is_the_cause() -> None:
     assert not _fail(detector, sequence, (0, 64), alone=True)
     assert not _fail(detector, sequence, (0, 64))
     assert detector.first is sequence
+    assert not _fail(detector, sequence, (0, 64)), "the third one, but not alone"
     assert not _fail(detector, sequence, (64, 65), alone=True), "at another position it is the first failure, alone or not"
+    assert not _fail(detector, sequence, (64, 65), alone=True)
     assert _fail(detector, sequence, (64, 65), alone=True)
+
+
+def test_a_sequence_that_has_ended_is_not_blamed() -> None:
+    """It has ended while the stages were fenced, after which failures are counted."""
+    detector, sequence = PoisonDetector(), new_sequence(0, 64, 4)
+    for _ in range(2):
+        _fail(detector, sequence, (0, 64), alone=True)
+    detector.discard(sequence)
+    sequence.status = SequenceStatus.FINISHED
+    assert not _fail(detector, sequence, (0, 64), alone=True)
+    assert not detector
 
 
 def test_a_suspect_is_suspected_once() -> None:
     detector, suspect, other = PoisonDetector(), new_sequence(0, 4, 4), new_sequence(1, 4, 4)
     for _ in range(4):
-        detector.record_failure({suspect: (0, 4), other: (0, 4)}, alone=False)
+        detector.record_failure(FailedBatch({suspect: (0, 4), other: (0, 4)}, is_alone=False))
     detector.discard(suspect)
     assert detector.first is other
     detector.discard(other)
@@ -78,7 +93,7 @@ def test_a_suspect_is_suspected_once() -> None:
 def test_a_cleared_suspect_makes_way_for_the_next_one_only(status: SequenceStatus, others: int, makes_way: bool) -> None:
     detector, sequences = PoisonDetector(), [new_sequence(seq_id, 4, 4) for seq_id in range(1 + others)]
     for _ in range(2):
-        detector.record_failure(dict.fromkeys(sequences, (0, 4)), alone=False)
+        detector.record_failure(FailedBatch(dict.fromkeys(sequences, (0, 4)), is_alone=False))
     sequences[0].status = status
     assert detector.clear(sequences[0]) is makes_way
     assert not detector.clear(sequences[0]), "it is no suspect any more"
@@ -90,7 +105,7 @@ def _fail_all(pipe: FakePipeline, num_failures: int) -> None:
     for epoch in range(1, num_failures + 1):
         batch = pipe.submit()
         assert batch is not None
-        assert pipe.scheduler.record_failure(batch) is None
+        assert pipe.scheduler.record_failure(pipe.scheduler.failed_batch(batch)) is None
         pipe.scheduler.restart(epoch)
         pipe.in_flight.clear()
         pipe.pages.clear()

@@ -81,6 +81,8 @@ def _send_on(link: StageLink, step_id: int) -> None:
 class LinkedThreads:
     """A chain of stages as actors would be: one thread computes for each, and others may call it as well."""
 
+    has_lost_node = False
+
     def __init__(self, workers: list[StageWorker], edges: ChannelFactory) -> None:
         self.workers = workers
         self.edges = edges
@@ -354,6 +356,76 @@ def _listening() -> set[tuple[str, int]]:
 
 def test_the_interface_of_an_address() -> None:
     assert interface_for_address("127.0.0.1") == "lo"
+
+
+class SlowEdges:
+    """Edges that are made slowly: each is there only when all of them have been begun, at both ends."""
+
+    def __init__(self, num_edges: int) -> None:
+        self._begun = threading.Barrier(2 * num_edges, timeout=10)  # seconds, if one waits for another
+
+    def listen(self, host: str) -> Listener:
+        return _SlowListener(self._begun, host)
+
+    def connect(self, address: Address, host: str, /) -> Channel:
+        self._begun.wait()
+        return TcpChannelFactory().connect(address, host)
+
+
+class _SlowListener(TcpListener):
+    def __init__(self, begun: threading.Barrier, host: str) -> None:
+        super().__init__(host)
+        self._begun = begun
+
+    def accept(self) -> TcpChannel:
+        self._begun.wait()
+        return super().accept()
+
+
+def test_all_edges_of_fourteen_stages_are_made_at_once() -> None:
+    """One after the other, the last stage would wait for thirteen edges in turn, and give up."""
+    workers = split_model(random_model(tiny_args(n_layers=14)), tiny_plan(tiny_args(n_layers=14), 14))
+    chain = LinkedThreads(workers, SlowEdges(len(workers) - 1))
+    try:
+        chain.link_up(0)
+        assert asyncio.run(_run(chain, _batch(0))).step_id == 0
+    finally:
+        chain.close()
+
+
+class _LonelyEdges(TcpChannelFactory):
+    """Edges to which no stage connects. ``were_closed``: whether a listener was closed while it waited."""
+
+    def __init__(self) -> None:
+        self.were_closed: list[bool] = []
+
+    def listen(self, host: str) -> TcpListener:
+        factory, is_closed = self, threading.Event()
+
+        class Lonely(TcpListener):
+            def accept(self) -> TcpChannel:
+                factory.were_closed.append(is_closed.wait(10))  # seconds, if it is not closed
+                raise TimeoutError
+
+            def close(self) -> None:
+                is_closed.set()
+                super().close()
+
+        return Lonely(host)
+
+
+def test_a_stage_whose_inlet_fails_does_not_wait_for_its_outlet() -> None:
+    worker, edges = _workers(3)[1], _LonelyEdges()
+    worker.fence(0)
+    link, before = _link(worker, edges), _listening()
+    link.listen()
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))  # does not listen, but keeps the port from others
+        with pytest.raises(LinkError, match="could not be linked"):
+            link.connect((HOST, unused.getsockname()[1], "word"))
+    assert edges.were_closed == [True]
+    assert _listening() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("accept")]
 
 
 def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> None:

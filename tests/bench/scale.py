@@ -1,0 +1,312 @@
+"""Benchmark of many pipelines without a model: what ingress, proxy and routers cost, and how it grows from 1 router to 64.
+
+    python tests/bench/scale.py [--routers 1,4,16,64] [--streams 2000] [--seconds 20] [--quick] [--json]
+
+The application's own ingresses, on Ray Serve, and routers whose stages echo: every step takes ``--step-ms`` and returns the last
+token of each sequence. Several routers share a process. All clients stream at once, so that each gets one token per step; CPU
+time is read from the processes while all streams run. Everything shares this machine's cores: figures are CPU seconds per
+1,000 tokens, and targets compare them with work of the same run: the events of 1,000 tokens, written as JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack, aclosing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import psutil
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from serve_cluster import PORT, start_serve, wait_until_ready
+from targets import Target, at_least, at_most, conclude, none_of
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.engine import model_fingerprint
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
+from tramontane.cluster.serving.app import APPLICATION, UNBOUNDED
+from tramontane.cluster.serving.ingress import IngressReplica
+from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
+from tramontane.cluster.serving.router_replica import message_pause_s, with_pauses
+from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.weights.checkpoint import short_digest
+
+TITLES = {
+    "ingress": f"ray::ServeReplica:{APPLICATION}:Ingress",
+    "router": f"ray::ServeReplica:{APPLICATION}:Router",
+    "proxy": "ray::ProxyActor",
+}
+CONTEXT, VOCAB, WRITES_PER_S = 1024, 2**17, 100  # the writes of each ingress are the same on every machine
+OPENING_AT_ONCE = 64  # streams that have no token yet
+OPENING_TIMEOUT_S = 300.0
+MAX_COST = 15.7  # CPU of ingress and router per 1,000 tokens, in times of writing their events as JSON
+MAX_GROWTH = 2.0  # of that from the fewest routers to the most
+MIN_SHARE = 0.8  # of the tokens that echoing stages would make alone, with the most routers
+
+
+class EchoChain:
+    """A stage chain without stages: every step takes as long, and returns the last token of each sequence."""
+
+    num_stages = 1
+    has_lost_node = False
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self.num_tokens = 0
+
+    async def fence(self) -> int:
+        return 1
+
+    async def replace_hung_workers(self, _limit_s: float) -> str:
+        return ""
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        return self._echo(batch)
+
+    async def _echo(self, batch: MicroBatch) -> StepResult:
+        await asyncio.sleep(self._step_s)
+        token_ids = (*(c.token_ids[-1] for c in batch.chunks if c.needs_sample), *batch.decodes.token_ids)
+        self.num_tokens += len(token_ids)
+        return StepResult(batch.epoch, batch.step_id, token_ids, ())
+
+
+class EchoRouters:
+    """A replica of the Router deployment with several routers, each of which drives echoing stages of its own."""
+
+    def __init__(self, num_routers: int, digest: str, step_s: float, max_num_seqs: int) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        self._name, self._streams = name, IngressStreams(name, digest)
+        self._chains = [EchoChain(step_s) for _ in range(num_routers)]
+        cache = CachePlan(16, (WindowClass(CONTEXT, CONTEXT // 16, max_num_seqs * CONTEXT // 16),))
+        limits = SchedulerLimits(max_num_seqs, 4096, CONTEXT, VOCAB)
+        self._routers = [Router(Scheduler(cache, limits, FixedInFlightPolicy(1, 4096)), chain) for chain in self._chains]
+        self._driving: list[asyncio.Task[None]] = []
+
+    async def subscribe(self, ingress: str, replica: str) -> Any:  # noqa: ANN401
+        async with aclosing(with_pauses(self._streams.subscribe(ingress, replica), self._pause_s)) as messages:
+            async for message in messages:
+                yield message
+
+    def _pause_s(self) -> float:
+        return message_pause_s(sum(router.scheduler.num_running for router in self._routers), self._streams.num_open)
+
+    async def generate(self, *arguments: Any) -> bytes:  # noqa: ANN401
+        await self._drive()
+        router = min(self._routers, key=lambda r: r.scheduler.num_running + r.scheduler.num_waiting)
+        return await self._streams.generate(router, *arguments)
+
+    async def is_ready(self) -> tuple[bool, str]:
+        await self._drive()
+        return all(router.is_ready for router in self._routers), self._name
+
+    async def stats(self) -> tuple[int, int]:
+        """Return the tokens so far, and the sequences that run."""
+        return sum(c.num_tokens for c in self._chains), sum(r.scheduler.num_running for r in self._routers)
+
+    async def _drive(self) -> None:
+        if not self._driving:
+            self._driving = [asyncio.create_task(router.run()) for router in self._routers]
+            await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Figures with one number of routers. CPU times are seconds per 1,000 tokens, by kind of process."""
+
+    routers: int
+    processes: int
+    streams: int
+    tokens_per_s: float
+    wanted_per_s: float
+    cpu_s: dict[str, float]
+    json_s: float  # to write the events of 1,000 tokens, on this machine at this time
+    failed: int
+
+    @property
+    def cost(self) -> float:
+        """CPU time of ingress and routers, in times of ``json_s``."""
+        return (self.cpu_s["ingress"] + self.cpu_s["router"]) / self.json_s
+
+
+async def stream(prompt: str, opened: asyncio.Event, failures: list[str]) -> None:
+    """Read one stream until cancelled, on a plain socket."""
+    body = {"prompt": prompt, "max_tokens": CONTEXT - 64, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        writer.write(head.encode() + data)
+        first = await reader.readuntil(b"data: ")
+        if b" 200 " not in first.split(b"\r\n")[0]:
+            failures.append(first.decode())
+        opened.set()
+        while await reader.read(2**16):
+            pass
+        failures.append("the stream ended")
+    except (OSError, asyncio.IncompleteReadError) as error:
+        failures.append(repr(error))
+    finally:
+        opened.set()
+        with suppress(UnboundLocalError):
+            writer.transport.abort()
+
+
+async def open_streams(num_streams: int, failures: list[str], progress: Progress) -> list["asyncio.Task[None]"]:
+    task = progress.add_task("opening streams", total=num_streams)
+    room, readers = asyncio.Semaphore(OPENING_AT_ONCE), []
+
+    async def one(number: int) -> None:
+        opened = asyncio.Event()
+        async with room:
+            readers.append(asyncio.create_task(stream(f"ROMEO {number}: what news?", opened, failures)))
+            await opened.wait()
+            progress.advance(task)
+
+    async with asyncio.timeout(OPENING_TIMEOUT_S):
+        await asyncio.gather(*(one(number) for number in range(num_streams)))
+    return readers
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU time so far of the processes of each kind."""
+    found = dict.fromkeys(TITLES, 0.0)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            title, times = " ".join(process.cmdline()), process.cpu_times()
+            for name, start in TITLES.items():
+                if title.startswith(start):
+                    found[name] += times.user + times.system
+    return found
+
+
+def json_seconds() -> float:
+    """Return the CPU time in which the events of 1,000 tokens are written as JSON; the median of some."""
+    choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
+    event = {"id": "cmpl-0123456789", "object": "text_completion", "created": 1, "model": "demo", "choices": [choice]}
+    times = []
+    for _ in range(21):
+        began = time.process_time()
+        for _ in range(1000):
+            json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+        times.append(time.process_time() - began)
+    return statistics.median(times)
+
+
+async def tokens_so_far() -> int:
+    handle = serve.get_deployment_handle("Router", APPLICATION)
+    return sum(tokens for tokens, _ in await handle.broadcast("stats").results_async())
+
+
+async def measure(routers: int, processes: int, streams: int, seconds: float, step_s: float, progress: Progress) -> Run:
+    failures: list[str] = []
+    readers = await open_streams(streams, failures, progress)
+    try:
+        await asyncio.sleep(2.0)
+        before, cpu, began = await tokens_so_far(), cpu_seconds(), time.perf_counter()
+        progress.console.print("measuring ...", style="dim")
+        task = progress.add_task("measuring", total=seconds)
+        for _ in range(int(seconds)):
+            await asyncio.sleep(1.0)
+            progress.advance(task)
+        tokens, spent, elapsed = await tokens_so_far() - before, cpu_seconds(), time.perf_counter() - began
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    if not tokens:
+        raise SystemExit(f"no stream has tokens: {failures[:1]}")
+    per_thousand = {name: (spent[name] - cpu[name]) * 1000 / tokens for name in TITLES}
+    figures = (tokens / elapsed, streams / step_s, per_thousand, json_seconds(), len(failures))
+    return Run(routers, processes, streams, *figures)
+
+
+def deploy(config: EngineConfig, routers: int, processes: int, ingresses: int, step_s: float, streams: int) -> None:
+    fingerprint = model_fingerprint(config)
+    common: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": UNBOUNDED}
+    balancing = RequestRouterConfig(request_router_class=LeastLoadedRouter)  # type: ignore[arg-type]
+    router = serve.deployment(name="Router", num_replicas=processes, request_router_config=balancing, **common)(EchoRouters)
+    ingress = serve.deployment(name="Ingress", num_replicas=ingresses, **common)(serve.ingress()(IngressReplica))
+    bound = router.bind(routers // processes, short_digest(fingerprint), step_s, streams)
+    serve.run(ingress.bind(config, fingerprint, bound, None, False, 20.0, "bench"), name=APPLICATION, route_prefix="/")
+    wait_until_ready()
+
+
+def run(options: argparse.Namespace, folder: str) -> list[Run]:
+    runs = []
+    settings = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder, "stream_writes_per_s": WRITES_PER_S}
+    config = EngineConfig.build(None, settings | {"replicas": max(options.routers), "max_num_seqs": options.streams})
+    console = Console(stderr=True, highlight=False)
+    for routers in options.routers:
+        processes = min(routers, options.processes)
+        with ExitStack() as stack:
+            stack.enter_context(local_ray_cluster(num_cpus=4))
+            stack.callback(serve.shutdown)
+            progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_terminal))
+            console.print(f"{routers} routers in {processes} processes ...", style="dim")
+            start_serve(PORT, 0)
+            deploy(config, routers, processes, options.ingresses, options.step_ms / 1000, options.streams)
+            figures = (routers, processes, options.streams, options.seconds, options.step_ms / 1000, progress)
+            runs.append(asyncio.run(measure(*figures)))
+    return runs
+
+
+def table_of(runs: Sequence[Run]) -> Table:
+    table = Table("routers", "processes", "streams", "tokens/s", *(f"{name}, CPU ms" for name in TITLES), "in JSON times")
+    for each in runs:
+        cpu = (f"{1000 * each.cpu_s[name]:.1f}" for name in TITLES)
+        row = (each.routers, each.processes, each.streams, f"{each.tokens_per_s:,.0f}", *cpu, f"{each.cost:.1f}")
+        table.add_row(*map(str, row))
+    table.caption = "CPU ms per 1,000 tokens; JSON times: of ingress and router together, see --help"
+    return table
+
+
+def targets(runs: Sequence[Run]) -> list[Target]:
+    first, last = runs[0], runs[-1]
+    return [
+        at_most(f"ingress and router, {last.routers} routers", last.cost, MAX_COST, "JSON times"),
+        at_most(f"the same against {first.routers}", last.cost / first.cost, MAX_GROWTH, "times"),
+        at_least("tokens/s against echoing stages alone", last.tokens_per_s / last.wanted_per_s, MIN_SHARE, "x"),
+        none_of("failed streams", range(sum(r.failed for r in runs))),
+    ]
+
+
+def main() -> None:
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument("--processes", type=int, default=8, help="of routers, at most")
+    parser.add_argument("--ingresses", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--step-ms", type=float, default=125)
+    parser.add_argument("--quick", action="store_true", help="a check: 1 and 8 routers, 100 streams, 4 seconds")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.routers, options.streams, options.seconds = [1, 8], 100, 4
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = run(options, folder)
+    conclude(targets(runs), table_of(runs), data={"rows": [asdict(each) for each in runs]}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
