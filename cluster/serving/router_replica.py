@@ -68,7 +68,7 @@ class RouterReplica:
         self._application, self._deployed_at = application.name, deployed_at
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
-        rank = serve.get_replica_context().rank.rank  # only where to look first: the lease decides
+        rank = getattr(serve.get_replica_context().rank, "rank", 0)  # only the first to be claimed; Ray Serve may give None
         pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout, first_number=rank)
         self._acquiring = asyncio.create_task(self._exit.enter_async_context(pipeline))
         self._spec, self._chain = await self._acquiring

@@ -14,6 +14,7 @@ from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 
 
@@ -185,6 +186,7 @@ def test_routers_that_are_full_are_not_tried_again_at_once(monkeypatch: pytest.M
             release.set()
             await asyncio.gather(*ours)
             routers.check_capacity(1)
+            assert not routers._refusals.matching(SequenceRequest((1,), SamplingParams(max_tokens=5))), "there is room on it now"
             assert await request_tokens(routers) == 5
 
     asyncio.run(scenario())
