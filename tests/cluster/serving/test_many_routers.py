@@ -319,7 +319,7 @@ def test_a_consumer_that_takes_its_time_does_not_make_a_router_silent() -> None:
 
 
 def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
-    """It may only have been cut off; the other one would carry its share."""
+    """It may only have been cut off; the other one has its share until then."""
 
     async def scenario() -> None:
         a, b = Replica("a", stuck), Replica("b", stuck)
