@@ -92,7 +92,8 @@ async def run_generate(
             display.stop()
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
-        return GenerateResult(completions, engine, ready_at - started_at, run.first_token_at - started_at)
+        seconds = ready_at - started_at, run.first_token_at - started_at
+        return GenerateResult(completions, engine.plan, engine.usage, *seconds)
 
 
 class _GenerateRun:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,11 +15,26 @@ from tramontane.proto.byte_size import format_bytes
 
 if TYPE_CHECKING:
     from tramontane.cluster.console.token_colors import TokenColors
-    from tramontane.cluster.pipeline.load_progress import LoadProgress
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
 LIVE_LINES = 4  # of each prompt's text, while several grow at once
+
+
+class LoadingWorker(Protocol):
+    """Bytes of its weights that one stage or expert actor has loaded, and their total."""
+
+    @property
+    def label(self) -> str:
+        """The name to show."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Loaded bytes."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its weights."""
 
 
 class Display:
@@ -54,7 +69,7 @@ class Display:
         else:
             self.stderr.print(f"{activity} ...")
 
-    def loading(self, stages: Sequence["LoadProgress"]) -> None:
+    def loading(self, stages: Sequence[LoadingWorker]) -> None:
         """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes."""
         if self.stderr.is_terminal:
             if self._bars is None:
@@ -137,7 +152,7 @@ class Display:
             blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
         return Group(*blocks)
 
-    def _start_bars(self, stages: Sequence["LoadProgress"]) -> None:
+    def _start_bars(self, stages: Sequence[LoadingWorker]) -> None:
         self._stop_waiting()  # rich can show only one live display at a time
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
         self._bars = Progress(*columns, console=self.stderr, transient=True)

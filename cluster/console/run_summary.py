@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -11,9 +11,6 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import ExpertTiming
 from tramontane.router.engine.stage_usage import UsageMeter
-
-if TYPE_CHECKING:
-    from tramontane.cluster.pipeline.engine import Engine
 
 ExpertIds = dict[str, list[tuple[int, ...]]]  # layer to the experts of each token
 
@@ -35,14 +32,15 @@ class GenerateResult:
     """A finished run. Seconds count from the start of the process."""
 
     completions: tuple[Completion, ...]
-    engine: "Engine"
+    plan: PipelinePlan
+    usage: UsageMeter
     ready_after_s: float
     first_token_after_s: float
 
 
 def render_summary(outcome: GenerateResult) -> Group:
     """Render a table of the stages, and below it a line about the pipeline."""
-    plan, usage = outcome.engine.plan, outcome.engine.usage
+    plan, usage = outcome.plan, outcome.usage
     tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
     return Group(*tables, _pipeline_line(outcome))
 
@@ -99,7 +97,7 @@ def experts_as_data(plan: PipelinePlan, usage: UsageMeter) -> dict[str, Any]:
 
 
 def _pipeline_line(outcome: GenerateResult) -> str:
-    usage = outcome.engine.usage
+    usage = outcome.usage
     return (
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
         f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
@@ -115,13 +113,13 @@ def truncation_note(outcome: GenerateResult, max_tokens: int) -> str | None:
         return None
     subject = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
     count = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
-    context = outcome.engine.plan.max_model_len
+    context = outcome.plan.max_model_len
     return f"{subject} at the context of {context} positions: {count} after the prompt, and --max-tokens is {max_tokens}"
 
 
 def as_json(outcome: GenerateResult) -> str:
     """Return the run as one line of JSON."""
-    usage = outcome.engine.usage
+    usage = outcome.usage
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
         | ({"prompt_experts": c.prompt_experts, "experts": c.experts} if c.prompt_experts else {})
@@ -130,11 +128,11 @@ def as_json(outcome: GenerateResult) -> str:
     return json.dumps(
         {
             "completions": completions,
-            "stages": stages_json(outcome.engine.plan, usage),
+            "stages": stages_json(outcome.plan, usage),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,
             "first_token_after_s": outcome.first_token_after_s,
         }
-        | experts_as_data(outcome.engine.plan, usage)
+        | experts_as_data(outcome.plan, usage)
     )
