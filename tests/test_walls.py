@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -94,6 +95,7 @@ PACKAGES: dict[str, set[str]] = {
 # Libraries that a package must not import, although its room may.
 BANNED_IN_PACKAGE = {"router.scheduling": {"asyncio", "time"}, "cluster.http": {"ray"}}
 MAX_MODULES, MAX_LINES = 16, 300
+GENERATED = {"proto.inference_pb2", "proto.inference_pb2_grpc"}  # of which the size rules say nothing
 USES_PRIVATE_NAMES = "cluster.ray_internals"  # the only package that uses private names of Ray
 FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "quantized_gemv": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
@@ -275,6 +277,35 @@ def package_breaches(modules: Sequence[Module]) -> list[str]:
     return found
 
 
+def package_table(page: str) -> dict[str, tuple[int, set[str]]]:
+    """Level and imports of each package in the table of ARCHITECTURE.md; ``router/*.py`` is the package ``router`` itself.
+
+    In the last column ``device`` is a package of the same room, and ``router/{batch,engine}`` are two of another.
+    """
+    table: dict[str, tuple[int, set[str]]] = {}
+    for level, name, cell in re.findall(r"^\| (\d+) \| `([^`]+)` \|.*\|([^|]*)\|$", page, re.MULTILINE):
+        package = name.removesuffix("/*.py").replace("/", ".")
+        room, imports = package.partition(".")[0], set()
+        for span in re.findall(r"`([^`]+)`", cell):
+            prefix, _, last = span.rpartition("/")
+            parts = last.strip("{}").split(",")
+            imports |= {"proto" if part == "proto" else f"{prefix or room}.{part}" for part in parts}
+        table[package] = (int(level), imports)
+        assert not re.sub(r"`[^`]+`", "", cell).strip(", "), f"{package}: {cell} has more than names in it"
+    return table
+
+
+def table_differences(page: str, packages: Mapping[str, set[str]]) -> list[str]:
+    """Where the table of ARCHITECTURE.md and the dictionary of packages differ, and levels that are not above their imports."""
+    table = package_table(page)
+    found = [f"{name} is not in both" for name in sorted(table.keys() ^ packages.keys())]
+    for name in sorted(table.keys() & packages.keys()):
+        level, imports = table[name]
+        found += [f"{name}: {other} is imported in one of both" for other in sorted(imports ^ packages[name])]
+        found += [f"{name}: {other} is not of a lower level" for other in sorted(imports) if table[other][0] >= level]
+    return found
+
+
 def private_names(source: str) -> list[str]:
     """Private names of Ray that a module's source imports, or reaches through a name that it imported, one line each.
 
@@ -335,7 +366,7 @@ def cycle(edges: Mapping[str, Iterable[str]]) -> list[str]:
 
 def size_breaches(modules: Sequence[Module]) -> list[str]:
     """Folders of more than ``MAX_MODULES`` modules, and modules of more than ``MAX_LINES`` lines; generated ones aside."""
-    written = [module for module in modules if "_pb2" not in module.name]
+    written = [module for module in modules if module.name not in GENERATED]
     count = Counter(module.package for module in written if not module.name.endswith("__init__"))
     crowded = [f"{package} has {number} modules" for package, number in count.items() if number > MAX_MODULES]
     return crowded + [f"{module.name} has {module.num_lines} lines" for module in written if module.num_lines > MAX_LINES]
@@ -345,6 +376,29 @@ def test_packages_import_downwards_only() -> None:
     modules = _all_modules()
     assert {module.package for module in modules} == PACKAGES.keys()
     assert package_breaches(modules) == []
+
+
+def test_the_table_of_packages_is_the_one_that_is_enforced() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert table_differences(page, PACKAGES) == []
+    without = {name: imports - {"router.scheduling"} for name, imports in PACKAGES.items()}
+    assert "router.engine: router.scheduling is imported in one of both" in table_differences(page, without)
+    assert table_differences(page, PACKAGES | {"cluster.utils": set()}) == ["cluster.utils is not in both"]
+
+
+@pytest.mark.parametrize(
+    ("row", "planted", "difference"),
+    [
+        ("| 1 | `router/client` |", "| 1 | `router/clients` |", "router.client is not in both"),
+        ("| 2 | `router/engine` |", "| 1 | `router/engine` |", "router.engine: router.scheduling is not of a lower level"),
+        ("`router/{engine,tokenization}`", "`router/engine`", "cluster.console: router.tokenization is imported in one of both"),
+        ("`device`, `kernels` |", "`device`, `kernels`, `links` |", "workers.model: workers.links is imported in one of both"),
+    ],
+)
+def test_a_planted_change_of_the_table_is_found(row: str, planted: str, difference: str) -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert row in page
+    assert difference in table_differences(page.replace(row, planted, 1), PACKAGES)
 
 
 def test_one_package_uses_private_names_of_ray() -> None:
@@ -438,7 +492,13 @@ def test_a_planted_17th_module_and_a_planted_long_one_are_found() -> None:
     few = [_read(f"workers.links.planted_{number}", "") for number in range(MAX_MODULES)]
     assert size_breaches(few) == []
     assert size_breaches([*few, _read("workers.links.one_more", "")]) == ["workers.links has 17 modules"]
-    assert size_breaches([_read("proto.long", "x = 1\n" * 301)]) == ["proto.long has 301 lines"]
+    for name in ("proto.long", "proto.written_pb2", "proto.inference_pb2_more"):
+        assert size_breaches([_read(name, "x = 1\n" * 301)]) == [f"{name} has 301 lines"]
+    assert size_breaches([_read(name, "x = 1\n" * 301) for name in GENERATED]) == []
+
+
+def test_the_generated_modules_are_there() -> None:
+    assert {module.name for module in _all_modules()} >= GENERATED
 
 
 PLANTED = [
