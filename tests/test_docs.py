@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 from typer.main import get_command
+from unwanted_words import PARTS, WORDS, find_unwanted
 
 from tramontane.cluster.cli.main import app
 
@@ -18,7 +19,6 @@ MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120
 ABSENT = {"proto/__init__.py"}  # is named because it must not be there
 FOLDERS = ("cluster", "workers", "router", "proto", "tests", "k8s", "docs")
 SHELLS = {"", "sh", "bash", "shell", "console"}
-BANNED = ("whoever", "nobody", "told", "goes on", "meanwhile", "lest", "door", "doors")
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)")
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$")
@@ -29,7 +29,6 @@ ONLY_LINKS = re.compile(rf"^\s*(?:[*+-]|\d+\.)?\s*(?:!?{LINK.pattern}[\s,;.|&·]
 ABSOLUTE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"NNNN|[<>$]|\.\.\.")
 SEPARATORS = {"|", "||", "&&", ";", "&"}
-BANNED_WORD = re.compile(rf"\b(?:{'|'.join(BANNED)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 
 
 class Line(NamedTuple):
@@ -280,8 +279,7 @@ def _why_wrong(arguments: Sequence[str], command: Any) -> Iterator[str]:  # noqa
 
 def banned_words(text: str) -> list[str]:
     """Words that the project does not use; what is in backticks may be a value of a field."""
-    shown = _shown(text)
-    return [f"line {_line_at(shown, word.start())}: {' '.join(word[0].split())}" for word in BANNED_WORD.finditer(shown)]
+    return [f"line {number}: {word}" for number, word in find_unwanted(_shown(text))]
 
 
 # The pages
@@ -535,7 +533,7 @@ def test_a_command_that_is_there_is_no_fault(block: str) -> None:
     assert wrong_commands(f"```sh\n{block}\n```", _program()) == []
 
 
-@pytest.mark.parametrize("word", [*BANNED, "Whoever", "goes\non"])
+@pytest.mark.parametrize("word", [*WORDS, *PARTS, "Whoever", "goes\non"])
 def test_a_planted_word_is_found(word: str) -> None:
     assert banned_words(f"# Title\n\n`x` | {word} |\n") == [f"line 3: {' '.join(word.split())}"]
 

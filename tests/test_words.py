@@ -4,15 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from unwanted_words import find_unwanted
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("proto", "workers", "router", "cluster", "k8s", "tests")
 SUFFIXES = {".py", ".js", ".css", ".html", ".yaml", ".json", ".proto", ".j2", ".md"}
-UNWANTED = re.compile(
-    r"\b(whoever|nobody|told|goes on|meanwhile|beside|lest|for ever|doors?|houses?|ledgers?|strangers?|patience|impatient"
-    r"|\w*(colour|behaviour|neighbour|quantis)\w*)\b",
-    re.IGNORECASE,
-)
 BETWEEN_WORDS = re.compile(r"_|(?<=[a-z0-9])(?=[A-Z])")  # of a name: num_told, VanishingDoors
 KEPT = {
     # a column of existing databases of batch jobs, and what SQLAlchemy makes of its name
@@ -28,14 +24,13 @@ KEPT = {
     "tests/support/chaos_load.py": {"neighbour"},
     "tests/support/postgres.py": {"nobody"},  # a user of the system
 }
-OF_THE_LIST = {"tests/test_words.py", "tests/test_docs.py"}  # which name the words themselves
+OF_THE_LIST = {"tests/support/unwanted_words.py", "tests/test_words.py", "tests/test_docs.py"}  # which name the words themselves
 
 
 def unwanted_words(text: str, kept: set[str]) -> list[str]:
     """Return the unwanted words of a file, one line each; names are read as the words that they consist of."""
-    numbered = enumerate(text.splitlines(), start=1)
-    found = ((n, m[0]) for n, line in numbered for m in UNWANTED.finditer(BETWEEN_WORDS.sub(" ", line)))
-    return [f"line {n}: {word}" for n, word in found if word.lower() not in kept]
+    found = find_unwanted(BETWEEN_WORDS.sub(" ", text))
+    return [f"line {number}: {word}" for number, word in found if word.lower() not in kept]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -52,10 +47,15 @@ def test_the_code_uses_the_words_of_the_field(folder: str) -> None:
     [
         *("# Nobody waits", "the door\n", '"told"', "It goes on", "beside it", "for ever and a day", "let colours"),
         *("Nobody_waits", "num_told = 0", "class VanishingDoors:", "test_what_goes_on", "_in_house(1)"),
+        *("it goes\non", "# the step goes\n    # on alone", "/* for\n * ever */"),
     ],
 )
 def test_a_planted_word_is_found(text: str) -> None:
     assert unwanted_words(text, set())
+
+
+def test_the_line_of_a_planted_word_is_named() -> None:
+    assert unwanted_words("x = 1\n# it goes\n# on here\n# Told", set()) == ["line 2: goes on", "line 4: Told"]
 
 
 @pytest.mark.parametrize("text", ["indoors", "besides", "forever", "x.untold", "household", "toldo"])
