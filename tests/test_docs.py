@@ -1,9 +1,14 @@
 """Checks of the documentation: sizes, links, paths, commands and words, each with a planted fault that it must find."""
 
+import ast
 import re
 import shlex
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -13,6 +18,7 @@ from typer.main import get_command
 from unwanted_words import PARTS, WORDS, find_unwanted
 
 from tramontane.cluster.cli.main import app
+from tramontane.router.engine import router
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120
@@ -28,6 +34,7 @@ REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:[ \t]*<?([^\s>]+)>?", re.MULTILINE)
 ONLY_LINKS = re.compile(rf"^\s*(?:[*+-]|\d+\.)?\s*(?:!?{LINK.pattern}[\s,;.|&·]*)+$")
 ABSOLUTE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"NNNN|[<>$]|\.\.\.")
+OF_OTHER_PROGRAMS = {"--build-arg", "--num-cpus"}  # docker build, ray start
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 
 
@@ -274,6 +281,75 @@ def _why_wrong(arguments: Sequence[str], command: Any) -> Iterator[str]:  # noqa
             name, command = f"{name} {argument}", commands[argument]
 
 
+def flags_of(command: Any) -> set[str]:  # noqa: ANN401
+    """All flags of a program and its commands."""
+    own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union({"--help"}, *map(flags_of, getattr(command, "commands", {}).values()))
+
+
+def unknown_flags(text: str, root_command: Any, others: Collection[str] = ()) -> list[str]:  # noqa: ANN401
+    """Flags in backticks that neither the program nor, as ``others``, a benchmark has; with a command, that it does not have.
+
+    ``ray start --head`` and other programs with arguments are not judged.
+    """
+    flags, found = flags_of(root_command).union(others), []
+    for number, span in code_spans(text):
+        words = span.split()
+        if words[:1] == ["tramontane"]:
+            with suppress(ValueError):  # a quote within a quote
+                found += [f"line {number}: {why}" for run in _runs(_words(span)) for why in _why_wrong(run, root_command)]
+        elif span.startswith("--"):
+            names = re.findall(r"(?<![\w-])--[a-z][\w-]*", "" if PLACEHOLDER.search(words[0]) else span)
+            found += [f"line {number}: there is no {name}" for name in names if name not in flags]
+    return found
+
+
+def flags_of_scripts(root: Path) -> set[str]:
+    """The flags of our benchmarks, and those of other programs that the pages name alone."""
+    scripts = [*root.glob("tests/*.py"), *root.glob("tests/bench/*.py"), *root.glob("tests/support/*.py")]
+    declared = {flag for path in scripts for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)", _read(path))}
+    return declared | OF_OTHER_PROGRAMS
+
+
+def missing_files(docstring: str, root: Path) -> list[str]:
+    """Paths of our modules in a docstring that do not exist."""
+    paths = re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w/]+\.\w+", docstring)
+    return [path for path in paths if not (root / path).exists()]
+
+
+def wrong_imports(text: str) -> list[str]:
+    """Names that Python code in fences, or an import in backticks, takes from the project and that are not there."""
+    fences: dict[int, list[str]] = {}
+    first = previous = 0
+    for line in lines_of(text):
+        if line.language in ("python", "py"):
+            first = first if line.number == previous + 1 else line.number
+            fences.setdefault(first, []).append(line.text)
+            previous = line.number
+    sources = [(number, "\n".join(lines)) for number, lines in fences.items()]
+    sources += [(number, span) for number, span in code_spans(text) if span.startswith(("from tramontane", "import tramontane"))]
+    return [f"line {number}: {name} cannot be imported" for number, source in sources for name in _not_importable(source)]
+
+
+def _not_importable(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tramontane":
+            wanted = [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "tramontane"]
+        else:
+            continue
+        yield from (f"{module}.{name}".rstrip(".") for module, name in wanted if not _can_import(module, name))
+
+
+def _can_import(module: str, name: str) -> bool:
+    try:
+        owner = import_module(module)
+    except ImportError:
+        return False
+    return not name or hasattr(owner, name) or find_spec(f"{module}.{name}") is not None
+
+
 # Words
 
 
@@ -338,8 +414,20 @@ class TestPage:
     def test_the_program_has_the_commands_and_flags(self, page: str) -> None:
         assert wrong_commands(_read(ROOT / page), _program()) == []
 
+    def test_flags_in_backticks_exist(self, page: str) -> None:
+        assert unknown_flags(_read(ROOT / page), _program(), flags_of_scripts(ROOT)) == []
+
+    def test_imports_work(self, page: str) -> None:
+        assert wrong_imports(_read(ROOT / page)) == []
+
     def test_words_are_the_fields(self, page: str) -> None:
         assert banned_words(_read(ROOT / page)) == []
+
+
+def test_the_routers_docstring_names_13_files_that_exist() -> None:
+    docstring = router.__doc__ or ""
+    assert missing_files(docstring, ROOT) == []
+    assert len(re.findall(r"^ ?\d+\. \w+/\S+\.py ", docstring, re.MULTILINE)) == 13
 
 
 # Planted faults
@@ -510,6 +598,40 @@ def test_a_planted_command_that_is_not_there_is_found(block: str, wrong: str) ->
     for language in ("sh", "bash"):
         problems = wrong_commands(f"```{language}\n{block}\n```", _program())
         assert [problem.partition(": ")[2] for problem in problems] == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("With `--no-such` it", ["there is no --no-such"]),
+        ("`--stages 2 --no-such=4`", ["there is no --no-such"]),
+        ("`tramontane serve --jsn`", ["tramontane serve has no --jsn"]),
+        ("`tramontane srve`", ["tramontane has no command srve"]),
+        ("`--stages`, `--planted 4`, `tramontane serve --config x`, `ray start --head`, `--no-...`", []),
+    ],
+)
+def test_a_planted_flag_in_backticks_is_found(text: str, wrong: list[str]) -> None:
+    found = unknown_flags(text, _program(), {"--planted"})
+    assert [problem.partition(": ")[2] for problem in found] == wrong
+
+
+def test_a_planted_file_in_a_docstring_is_found() -> None:
+    planted = (router.__doc__ or "").replace("engine/in_flight.py", "engine/in_fligth.py")
+    assert missing_files(planted, ROOT) == ["router/engine/in_fligth.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("# Title\n\n```python\nfrom tramontane.llm import LLM, LMM\n```", ["line 4: tramontane.llm.LMM cannot be imported"]),
+        ("```python\nimport tramontane.clients\n```", ["line 2: tramontane.clients cannot be imported"]),
+        ("| `from tramontane.proto import eror` |", ["line 1: tramontane.proto.eror cannot be imported"]),
+        ("```py\nfrom tramontane.proto import errors\nimport json, no_such\n```", []),
+        ("```sh\nfrom tramontane.llm import LMM\n```", []),
+    ],
+)
+def test_a_planted_import_that_does_not_work_is_found(text: str, wrong: list[str]) -> None:
+    assert wrong_imports(text) == wrong
 
 
 def test_of_a_console_only_what_is_typed_is_read() -> None:
