@@ -1,0 +1,142 @@
+"""The lanes of ``make test`` run every test exactly once: by folder, and by the marks ``ray`` and ``serve``."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+MARKS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))  # which a test may have
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One run of pytest: ``expression`` is that of ``-m``, ``ignored`` and ``folders`` are relative to the repository."""
+
+    target: str
+    expression: str
+    folders: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def runs(self, file: str, marks: frozenset[str]) -> bool:
+        """Return whether the lane runs the tests of a file that have these marks."""
+        is_chosen = any(file.startswith(f"{folder}/") for folder in self.folders)
+        is_ignored = any(file.startswith(f"{folder}/") for folder in self.ignored)
+        return is_chosen and not is_ignored and _holds(ast.parse(self.expression, mode="eval").body, marks)
+
+
+def _holds(node: ast.expr, marks: frozenset[str]) -> bool:
+    """Evaluate an expression of marks; a name that is no mark of the project is an error."""
+    if isinstance(node, ast.BoolOp):
+        values = [_holds(value, marks) for value in node.values]
+        return all(values) if isinstance(node.op, ast.And) else any(values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not _holds(node.operand, marks)
+    assert isinstance(node, ast.Name), ast.unparse(node)
+    assert node.id in {"ray", "serve"}, node.id
+    return node.id in marks
+
+
+def lanes_of(makefile: str) -> list[Lane]:
+    """Return the lanes that the target ``test`` runs. An argument that is not understood is an error."""
+    others = re.search(r"^OTHERS = (.*)$", makefile, re.MULTILINE)
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert others is not None
+    assert recipe is not None
+    assert "$(OTHERS)" in recipe[1]
+    run = {*others[1].split(), *re.findall(r"\$\(MAKE\) .*?(test-[a-z-]+);", recipe[1])}
+    commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
+    return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
+
+
+def _lane(target: str, arguments: list[str]) -> Lane:
+    assert arguments[0] == "-m", arguments
+    ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in arguments[2:] if each.startswith("--ignore="))
+    folders = tuple(each.rstrip("/") for each in arguments[2:] if not each.startswith("-"))
+    assert len(ignored) + len(folders) == len(arguments) - 2, arguments
+    return Lane(target, arguments[1], folders or ("tests",), ignored)
+
+
+def wrong_counts(lanes: Iterable[Lane], files: Iterable[str]) -> list[str]:
+    """Files and marks whose tests no lane, or more than one lane, runs."""
+    lanes, found = list(lanes), []
+    for file in files:
+        for marks in MARKS:
+            targets = [lane.target for lane in lanes if lane.runs(file, marks)]
+            if len(targets) != 1:
+                found.append(f"{file}, marks {sorted(marks)}: {targets}")
+    return found
+
+
+def served_without_ray(source: str) -> list[str]:
+    """Places with the mark ``serve`` and without ``ray``: such a test would run in two lanes.
+
+    A decorator's marks are those of its function, its class and the module.
+    """
+    tree = ast.parse(source)
+    assigned = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    return list(_unmarked(tree, {mark for value in assigned for mark in _marks(value)}, "the module"))
+
+
+def _unmarked(node: ast.AST, marks: set[str], name: str) -> Iterator[str]:
+    if "serve" in marks and "ray" not in marks:
+        yield name
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            own = {mark for decorator in child.decorator_list for mark in _marks(decorator)}
+            yield from _unmarked(child, marks | own, child.name)
+
+
+def _marks(node: ast.AST) -> set[str]:
+    return set(re.findall(r"\bpytest\.mark\.(ray|serve)\b", ast.unparse(node)))
+
+
+def test_every_test_runs_in_exactly_one_lane() -> None:
+    lanes = lanes_of(MAKEFILE)
+    assert len(lanes) == 4
+    assert len(FILES) > 100
+    assert wrong_counts(lanes, FILES) == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
+    assert served_without_ray((ROOT / file).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "planted"),
+    [
+        ('-m "ray and not serve" tests/cluster', '-m "ray and not serve" tests/cluster/actors'),
+        ('-m "ray and not serve" tests/cluster', '-m "ray" tests/cluster'),
+        ("-m serve tests/cluster", "-m serve tests/cluster/serving"),
+        ("-m serve tests/cluster", "-m serve"),
+        ('-m "not ray"', '-m "not ray" tests/workers tests/router tests/proto'),
+        ('-m "not ray"', '-m "not serve"'),
+        ("-m ray --ignore=tests/cluster", "-m ray"),
+        ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
+        ("OTHERS = test-plain test-serve-command check test-ray", "OTHERS = test-plain test-serve-command check"),
+        ("--no-print-directory test-serve;", "--no-print-directory test-plain;"),
+    ],
+)
+def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None:
+    assert command in MAKEFILE
+    assert wrong_counts(lanes_of(MAKEFILE.replace(command, planted, 1)), FILES)
+
+
+@pytest.mark.parametrize("argument", ["-k one", "--deselect=tests/x.py", "-x"])
+def test_a_planted_argument_that_is_not_understood_is_found(argument: str) -> None:
+    with pytest.raises(AssertionError):
+        lanes_of(MAKEFILE.replace("-m serve tests/cluster", f"-m serve {argument} tests/cluster"))
+
+
+def test_a_planted_mark_without_the_other_is_found() -> None:
+    assert served_without_ray("pytestmark = [pytest.mark.serve]")[0] == "the module"
+    assert served_without_ray("@pytest.mark.serve\ndef test_x(): ...") == ["test_x"]
+    assert served_without_ray("@pytest.mark.ray\nclass TestX:\n    @pytest.mark.serve\n    def test_x(self): ...") == []
+    assert served_without_ray("pytestmark = [pytest.mark.ray, pytest.mark.serve]") == []
