@@ -2,12 +2,16 @@
 
 import ast
 import inspect
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
+from packaging.requirements import Requirement
+from packaging.version import Version
+from ray._private import services
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
@@ -151,6 +155,46 @@ def test_a_replaced_symbol_is_put_back() -> None:
     with symbol.replaced("planted"):
         assert symbol.value == "planted"
     assert ray._private.worker._worker_logs_enabled is original
+
+
+def test_a_local_cluster_keeps_its_loopback_address() -> None:
+    """Ray takes 127.0.0.1 for the machine's outer address where it believes that clusters are possible, as on Linux."""
+    with table.RAY_CLUSTERS_POSSIBLE.replaced(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "node_ip_address_from_perspective", lambda _: "192.0.2.7")
+        assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.7"
+        with accessors.keep_loopback_address():
+            assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+        assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.7"
+
+
+def _version_problems(pyproject: str, installed: str, tested: str) -> list[str]:
+    """Where the pin of Ray and the installed Ray are of another minor version than the table."""
+    minor = Version(tested).release[:2]
+    (requirement,) = [each for each in tomllib.loads(pyproject)["project"]["dependencies"] if each.startswith("ray[")]
+    pin = Requirement(requirement).specifier
+    after, before = f"{minor[0]}.{minor[1] + 1}.0", f"{minor[0]}.{minor[1] - 1}.99"
+    allowed = [each for each in (before, tested, after) if each in pin]
+    problems = [] if allowed == [tested] else [f"{requirement} allows {allowed} and not only {tested}"]
+    return problems + ([] if Version(installed).release[:2] == minor else [f"Ray {installed} is installed"])
+
+
+def test_the_table_is_of_the_pinned_and_the_installed_version() -> None:
+    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert _version_problems(pyproject, ray.__version__, RAY_VERSION) == []
+    assert len(_version_problems(pyproject, ray.__version__, "2.59.0")) == 2
+    assert _version_problems(pyproject, "2.61.0", RAY_VERSION) == ["Ray 2.61.0 is installed"]
+    pin = "ray[default,serve]>=2.60,<2.61"
+    assert pin in pyproject
+    for planted in ("ray[default,serve]>=2.60", "ray[default,serve]<2.61", "ray[default,serve]>=2.61,<2.62"):
+        assert len(_version_problems(pyproject.replace(pin, planted), ray.__version__, RAY_VERSION)) == 1
+
+
+@pytest.mark.parametrize("symbol", JOIN_SYMBOLS, ids=lambda symbol: symbol.path)
+def test_joining_a_cluster_checks_what_only_that_needs(symbol: PrivateSymbol, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it looks for the cluster: nothing listens at port 1, which would be the error otherwise."""
+    monkeypatch.delattr(symbol.path.replace(":", "."))
+    with pytest.raises(ConfigError, match=f"{symbol.path} is missing"):
+        join_ray_cluster("127.0.0.1:1").__enter__()
 
 
 @pytest.fixture
