@@ -8,13 +8,15 @@ import typer
 import yaml
 from ray.serve._private.application_state import override_deployment_info
 from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeApplicationSchema
 from tiny_models import random_model, tiny_args, write_checkpoint
 from typer.main import get_command
 
 from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import UNBOUNDED, build, validate_config
-from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
+from tramontane.cluster.serving.autoscaling import INTERVALS, PipelineAutoscalingPolicy, router_scaling_options
 from tramontane.proto.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +49,18 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     scaling = application["deployments"][0]["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 48)
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
+
+
+def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
+    """The options of a deployment override the application's, so they have to be the ones that the application would have."""
+    keys: dict[str, Any] = {"target_load": 0.5, "target_tokens": 9000, "upscale_delay": 3.0, "downscale_delay": 7.0}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(keys))
+    words = ("--stages", "4", "--max-replicas", "3", "--config", str(tmp_path / "keys.yaml"))
+    given = _application(_written(tmp_path / "out", *MIXTRAL, *words))["deployments"][0]["autoscaling_config"]
+    made = router_scaling_options(EngineConfig.build(None, keys | {"max_replicas": 3}))["autoscaling_config"]
+    assert (given["target_ongoing_requests"], given["upscale_delay_s"], given["downscale_delay_s"]) == (32, 3.0, 7.0)
+    assert given["policy"]["policy_kwargs"] == {"target_load": 0.5, "target_tokens": 9000}
+    assert AutoscalingConfig.model_validate(given).model_dump(exclude=set(INTERVALS)) == made.model_dump(exclude=set(INTERVALS))
 
 
 def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp_path: Path) -> None:
