@@ -152,6 +152,25 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
     assert "secret@" not in str(refused.value)
 
 
+K8S_SETS = {"model", "placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"}
+CLUSTER_YAML_SETS = {"model", "address", "gpu_memory", "api_key_file", "replicas", "max_replicas"}
+PODS_ARE_ALIKE = {"expert_memory", "gpu_speed", "stages_per_gpu"}  # and so are machines
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [("k8s", key) for key in sorted(K8S_SETS | PODS_ARE_ALIKE)]
+    + [("cluster-yaml", key) for key in sorted(CLUSTER_YAML_SETS | PODS_ARE_ALIKE)],
+)
+def test_a_file_may_not_have_the_keys_that_the_command_sets(command: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(f"{key}: 2\n")
+    words = ("--stages", "4", "--config", str(tmp_path / "keys.yaml"), "--out", str(tmp_path / "out"))
+    provider = ("--provider", "local") if command == "cluster-yaml" else ()
+    with pytest.raises(ConfigError) as refused:
+        app([command, *MIXTRAL, *words, *provider], standalone_mode=False)
+    assert str(refused.value) == f"{key} (in {tmp_path / 'keys.yaml'}): not allowed in the file, since this command sets it"
+
+
 def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = f"the overlay needs {tmp_path / 'mine/../../base'}, which does not exist"
     words, k8s = (*MIXTRAL, "--stages", "4"), ROOT / "k8s"
