@@ -37,7 +37,8 @@ ModelHere = Annotated[
     Path | None,
     key_option("model", help="Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."),
 ]
-ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help="CPU threads of a stage. Default: 4, or 1 with --cpu.")]
+THREADS_HELP = f"CPU threads of a stage. Default: {THREADS}, or 1 with --cpu."
+ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help=THREADS_HELP)]
 
 
 @with_options(*SHARED_KEYS, *flags_of(BatchingKeys))

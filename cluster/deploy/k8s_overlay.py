@@ -8,6 +8,7 @@ import yaml
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.deploy import k8s_pods as pods
 from tramontane.cluster.deploy.k8s_pods import Document, WorkerPodSpec
+from tramontane.cluster.ray_internals.symbols import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
 from tramontane.cluster.serving.autoscaling import autoscaling_fields
 from tramontane.proto.plan import PipelinePlan
@@ -16,7 +17,6 @@ MARK = "# Written by: "
 NAME = "tramontane"  # of the RayService
 MODEL_FILE = "model.yaml"
 FILES = ("kustomization.yaml", "rayservice.yaml", "disruption-budget.yaml", MODEL_FILE)
-RAY_VERSION = "2.60.0"  # of the image
 NODES_TIMEOUT_S = 3600.0  # nodes with GPUs may have to be started, and the operator deploys a config only once
 IDLE_TIMEOUT_S = 300  # of a node that Ray's autoscaler has started
 REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"

@@ -3,20 +3,21 @@
 import logging
 import math
 import warnings
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
 SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # names of a router's custom metrics in Ray Serve
 POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
-DEFAULT_TARGET_LOAD = 0.75
 # The mean of the look-back period counts; the delays say how long it has to last. A Serve config has Ray Serve's own
 # intervals, because Ray Serve warns of the first one there.
-INTERVALS = MappingProxyType({"metrics_interval_s": 1.0, "look_back_period_s": 5.0})
+INTERVALS: Mapping[str, Any] = MappingProxyType({"metrics_interval_s": 1.0, "look_back_period_s": 5.0})
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class PipelineAutoscalingPolicy:
     """
 
     def __init__(self, target_load: object = None, target_tokens: object = None, **unknown: object) -> None:
-        self._target_load, self._target_tokens = _positive(target_load) or DEFAULT_TARGET_LOAD, _positive(target_tokens)
+        self._target_load, self._target_tokens = _positive(target_load) or ScalingKeys().target_load, _positive(target_tokens)
         targets = {"target_load": target_load, "target_tokens": target_tokens}
         ignored = unknown | {key: value for key, value in targets.items() if value is not None and _positive(value) is None}
         if ignored:

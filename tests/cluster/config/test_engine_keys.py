@@ -1,7 +1,20 @@
 """The keys of the configuration: what each one has an effect on is a decision, and is repeated here."""
 
-from tramontane.cluster.config.engine_config import GROUPS
+from inspect import signature
+
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.cli.k8s import THREADS_HELP
+from tramontane.cluster.cli.serve import drain
+from tramontane.cluster.config.engine_config import GROUPS, EngineConfig
 from tramontane.cluster.config.key import extra
+from tramontane.cluster.deploy.planned_cluster import THREADS
+from tramontane.cluster.serving.app import DRAIN_S
+from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
+from tramontane.cluster.serving.server import DEFAULT_DRAIN_S
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.router.engine.router import Router
 
 # P: pipelines with different values are different pipelines, so that no new deployment adopts the old ones.
 # S: a Ray Serve config may have the key. F: there is a flag.
@@ -77,3 +90,19 @@ def test_each_key_has_the_effects_of_the_table() -> None:
         for name, field in group.model_fields.items()
     }
     assert found == KEYS
+
+
+def test_defaults_elsewhere_are_those_of_the_keys() -> None:
+    keys = EngineConfig()
+    spec = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
+    assert (spec.ping_pong, spec.placement_timeout_s) == (keys.ping_pong, keys.placement_timeout)
+    assert signature(Router).parameters["step_timeout_s"].default == keys.step_timeout
+    assert PipelineAutoscalingPolicy()._target_load == keys.target_load
+
+
+def test_texts_have_the_numbers_that_apply() -> None:
+    unset = {name: str(extra(field)["unset"]) for name, field in EngineConfig.model_fields.items()}
+    assert unset["drain_timeout"] == f"{DEFAULT_DRAIN_S:g} for serve, {DRAIN_S:g} in a Ray Serve config"
+    assert unset["threads_per_stage"].endswith(f"on k8s and cluster-yaml {THREADS}, or 1 with --cpu")
+    assert signature(drain).parameters["timeout"].default == DRAIN_S
+    assert f"{THREADS}, or 1 with --cpu" in THREADS_HELP
