@@ -12,7 +12,7 @@ from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Fingerprint
 
-# What follows a pipeline's name in those of its actors; a number follows the last two.
+# Suffixes of the names of a pipeline's actors; after the last two there is a number.
 SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = "-supervisor", "-stage-", "-experts-"
 GPU_UNITS = 10_000  # into which Ray divides a GPU
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node

@@ -131,7 +131,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
         ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
-        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config; set http_options"),
         (
             (*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"),
             "shared.yaml): not allowed in the file, since this command sets it",
