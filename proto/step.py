@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
 
+STEP_TIMEOUT_S = 30.0  # a micro-batch that has not returned after this time is given up, unless configured otherwise
+
 # ---- to the stages
 
 

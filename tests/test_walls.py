@@ -82,7 +82,7 @@ PACKAGES: dict[str, set[str]] = {
         *("router.engine", "router.scheduling", "router.simulation"),
     },
     "cluster.llm": {"proto", "cluster.common", "cluster.config", "cluster.console", "cluster.pipeline", "router.tokenization"},
-    "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.serving"},
+    "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.ray_internals", "cluster.serving"},
     # Only modules that keep names of version 0.1.0 working; nothing of ours imports them.
     "router": {"router.grpc"},
     "cluster": {"cluster.observability", "cluster.serve_patches", "cluster.serving"},

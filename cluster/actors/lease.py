@@ -75,7 +75,7 @@ def driver_holder_name() -> str:
     return f"driver@0/{ray.get_runtime_context().get_job_id()}"
 
 
-def deployed_at(holder: str) -> int:
+def deployment_of(holder: str) -> int:
     """Return the deployment of a holder: ``actor@7/Router#x`` gives 7."""
     return int(holder.partition("/")[0].partition("@")[2] or 0)
 
@@ -85,7 +85,7 @@ def must_yield(current: str, claimant: str) -> bool:
 
     The death of a driver cannot be detected; its lease has to expire.
     """
-    return deployed_at(claimant) > deployed_at(current) or _is_dead(current)
+    return deployment_of(claimant) > deployment_of(current) or _is_dead(current)
 
 
 def _is_dead(holder: str) -> bool:

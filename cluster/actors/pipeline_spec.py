@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tramontane.cluster.config.engine_keys import ExpertKeys, PipelineKeys
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 from tramontane.proto.model_folder import WeightSource
@@ -11,7 +12,7 @@ from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Fingerprint
 
-# What follows a pipeline's name in those of its actors; a number follows the last two.
+# Suffixes of the names of a pipeline's actors; after the last two there is a number.
 SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = "-supervisor", "-stage-", "-experts-"
 GPU_UNITS = 10_000  # into which Ray divides a GPU
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
@@ -101,9 +102,9 @@ class PipelineSpec:
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
-    ping_pong: int = 1  # micro-batches that a stage keeps open, if experts are on actors of their own
+    ping_pong: int = ExpertKeys().ping_pong  # micro-batches that a stage keeps open, if experts are on actors of their own
     pieces: TokenPieceLoader | None = None  # of the model's tokenizer
-    placement_timeout_s: float = 60.0  # to wait for free resources in the cluster
+    placement_timeout_s: float = PipelineKeys().placement_timeout  # to wait for free resources in the cluster
     logs: LogSettings | None = None  # of each of its processes; None leaves logging to Python
     stages_per_gpu: int = 1  # they share a bundle of the placement group, and so a GPU
 

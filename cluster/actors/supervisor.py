@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 
 from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
 from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
-from tramontane.cluster.actors.lease import Lease, LeaseManager, deployed_at, must_yield
+from tramontane.cluster.actors.lease import Lease, LeaseManager, deployment_of, must_yield
 from tramontane.cluster.actors.pipeline_spec import (
     EXPERTS_SUFFIX,
     STAGE_SUFFIX,
@@ -258,7 +258,7 @@ def may_be_claimed(application: OwnerApplication | None, last: Lease | None) -> 
 
     if application is None or application.name not in serve.status().applications:
         return False
-    return last is None or not is_superseded(application.name, deployed_at(last.holder))
+    return last is None or not is_superseded(application.name, deployment_of(last.holder))
 
 
 def delete_application(application: OwnerApplication) -> None:

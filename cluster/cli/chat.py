@@ -90,12 +90,12 @@ async def run_chat(
             display.note(DEMO_NOTE)
         conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
         ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
-        conversation_loop = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
+        session = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
         async for line in messages:
             if line.strip() == "/exit":
                 break
             try:
-                await conversation_loop.handle_line(line)
+                await session.handle_line(line)
             except RequestError as error:
                 if not isinstance(messages, TerminalInput):
                     raise
@@ -120,7 +120,7 @@ class _Chat:
         self._has_answered = False
 
     async def handle_line(self, line: str) -> None:
-        """Run a command, or answer a message. Raises RequestError for either that cannot be."""
+        """Run a command, or answer a message. Raises RequestError for an unknown command or a message that does not fit."""
         match line.strip():
             case "/reset":
                 self._conversation = self._empty_conversation

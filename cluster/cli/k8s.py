@@ -37,7 +37,8 @@ ModelHere = Annotated[
     Path | None,
     key_option("model", help="Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."),
 ]
-ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help="CPU threads of a stage. Default: 4, or 1 with --cpu.")]
+THREADS_HELP = f"CPU threads of a stage. Default: {THREADS}, or 1 with --cpu."
+ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help=THREADS_HELP)]
 
 
 @with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
@@ -57,26 +58,21 @@ def k8s(
 ) -> None:
     """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage."""
     _check_folder(out)
-    if max_replicas is not None and max_replicas < replicas:
-        raise ConfigError(f"--max-replicas is {max_replicas}; it must be at least --replicas, which is {replicas}")
     image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
     if not IMAGE_NAME.fullmatch(image):
         raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
     args = application_args(context, FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
-    config = planned_config(args, model, replicas)
+    config = planned_config(args, model, replicas, max_replicas)
     workers = WorkerPodSpec(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
     plan = plan_on(config, workers)
     overlay = Overlay(
         command=command_line(context, "k8s", {"replicas": 1, "base": "../.."}),
         args=args,
+        config=config,
+        plan=plan,
         model=None if model is None else model_folder_name(model),
-        num_stages=len(plan.stages),
-        num_experts=config.expert_actors,
         workers=workers,
-        slots=plan.max_num_seqs,
-        replicas=replicas,
-        max_replicas=max_replicas or replicas,
         redis=redis,
         image=image,
         base=base,

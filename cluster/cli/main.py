@@ -20,7 +20,8 @@ from tramontane.cluster.console.commands import PlainCommand, PlainGroup
 from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, UserError
 
-# What each command is for. The command make-random is the function make_random of the module make_random, but for MODULES.
+# What each command is for. The command make-random is the function make_random of the module make_random;
+# MODULES has the commands whose module has another name.
 COMMANDS = MappingProxyType(
     {
         "generate": "Continue prompts, all of them at once, and print how busy the stages were.",

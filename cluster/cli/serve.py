@@ -21,11 +21,9 @@ from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import flag, flags_of, load_config, option, with_options
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
-from tramontane.cluster.serving.app import APPLICATION
+from tramontane.cluster.serving.app import APPLICATION, DRAIN_S
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, PipelineError
-
-DRAIN_TIMEOUT_S = 600.0
 
 
 @with_options(*flags_of(PipelineKeys, ExpertKeys, BatchingKeys, ServingKeys, ScalingKeys, JobKeys, LoggingKeys))
@@ -51,7 +49,7 @@ def _print_ready(display: Display, line: str) -> None:
 
 def drain(
     address: Annotated[str, option("--address", help="The Ray cluster that serves: host:port, or auto for this machine's.")],
-    timeout: Annotated[float, option("--drain-timeout", help="Seconds to wait for running requests.")] = DRAIN_TIMEOUT_S,
+    timeout: Annotated[float, option("--drain-timeout", help="Seconds to wait for running requests.")] = DRAIN_S,
     undo: Annotated[bool, flag("--undo", help="Accept new requests again.")] = False,
 ) -> None:
     """Let the application on a running cluster finish its requests and refuse new ones."""

@@ -28,6 +28,7 @@ from tramontane.cluster.config.key import (
 from tramontane.cluster.config.logging import LogFormat, LogLevel
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import Link
+from tramontane.proto.step import STEP_TIMEOUT_S
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 MAX_STAGES_PER_GPU = 64  # each of them is a process
@@ -117,7 +118,7 @@ class PipelineKeys(KeyGroup):
         defines_pipeline=True,
     )
     step_timeout: PositiveSeconds = key(
-        30.0,
+        STEP_TIMEOUT_S,
         "Seconds after which a micro-batch that has not returned is given up. Every process that does not answer, or has "
         "computed all that time, is replaced. Never less than four times the slowest micro-batch so far, and four times as "
         "long for the first.",

@@ -5,38 +5,36 @@ from typing import Any
 
 import yaml
 
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.deploy import k8s_pods as pods
 from tramontane.cluster.deploy.k8s_pods import Document, WorkerPodSpec
+from tramontane.cluster.ray_internals.symbols import RAY_VERSION
 from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
-from tramontane.cluster.serving.autoscaling import policy_for
+from tramontane.cluster.serving.autoscaling import autoscaling_fields
+from tramontane.proto.plan import PipelinePlan
 
 MARK = "# Written by: "
 NAME = "tramontane"  # of the RayService
 MODEL_FILE = "model.yaml"
 FILES = ("kustomization.yaml", "rayservice.yaml", "disruption-budget.yaml", MODEL_FILE)
-RAY_VERSION = "2.60.0"  # of the image
 NODES_TIMEOUT_S = 3600.0  # nodes with GPUs may have to be started, and the operator deploys a config only once
-TARGET_LOAD = 0.75  # share of a pipeline's slots; with more requests another pipeline is started
-UPSCALE_DELAY_S, DOWNSCALE_DELAY_S, IDLE_TIMEOUT_S = 30.0, 600.0, 300
+IDLE_TIMEOUT_S = 300  # of a node that Ray's autoscaler has started
 REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A served model. ``args`` are the application's keys, ``slots`` the sequences of one pipeline.
+    """A served model. ``args`` are the keys of the application, ``config`` is made of them and of the number of pipelines.
 
     ``model`` is the name of the model's folder; None for the demo model.
     """
 
     command: str
     args: dict[str, Any]
+    config: EngineConfig
+    plan: PipelinePlan
     model: str | None
-    num_stages: int
-    num_experts: int
     workers: WorkerPodSpec
-    slots: int
-    replicas: int
-    max_replicas: int
     redis: bool
     image: str
     base: str
@@ -44,7 +42,7 @@ class Overlay:
     @property
     def is_autoscaled(self) -> bool:
         """True if the number of pipelines may change."""
-        return self.max_replicas > self.replicas
+        return self.config.max_pipelines > self.config.replicas
 
 
 def overlay_files(overlay: Overlay) -> dict[str, str]:
@@ -88,11 +86,8 @@ def serve_config(overlay: Overlay) -> Document:
 
 def _pipelines(overlay: Overlay) -> Document:
     if not overlay.is_autoscaled:
-        return {"num_replicas": overlay.replicas}
-    scaling: Document = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
-    scaling["target_ongoing_requests"] = max(int(overlay.slots * TARGET_LOAD), 1)
-    scaling |= {"upscale_delay_s": UPSCALE_DELAY_S, "downscale_delay_s": DOWNSCALE_DELAY_S}
-    return {"autoscaling_config": scaling | {"policy": policy_for(TARGET_LOAD, None)}}
+        return {"num_replicas": overlay.config.replicas}
+    return {"autoscaling_config": autoscaling_fields(overlay.config, overlay.plan.max_num_seqs)}
 
 
 def _needs(resource: str) -> Document:
@@ -119,9 +114,10 @@ def _ray_service(overlay: Overlay) -> Document:
 
 
 def _actors(overlay: Overlay) -> list[Document]:
-    groups = [(pods.STAGE, "stages", overlay.num_stages), (pods.EXPERT, "experts", overlay.num_experts)]
+    config = overlay.config
+    groups = [(pods.STAGE, "stages", len(overlay.plan.stages)), (pods.EXPERT, "experts", config.expert_actors)]
     return [
-        pods.worker_group(role, name, count * overlay.replicas, count * overlay.max_replicas, overlay.workers, overlay.model)
+        pods.worker_group(role, name, count * config.replicas, count * config.max_pipelines, overlay.workers, overlay.model)
         for role, name, count in groups
         if count
     ]
@@ -143,7 +139,7 @@ def _kustomization(overlay: Overlay) -> Document:
 
 def _disruption_budget(overlay: Overlay) -> Document:
     """Let nodes be drained one at a time, so that a pipeline waits for one stage only."""
-    num_pods = (overlay.num_stages + overlay.num_experts) * overlay.replicas
+    num_pods = (len(overlay.plan.stages) + overlay.config.expert_actors) * overlay.config.replicas
     roles = [{"key": pods.ROLE_LABEL, "operator": "In", "values": [pods.STAGE, pods.EXPERT]}]
     selector = {"matchLabels": {pods.APP_LABEL: NAME}, "matchExpressions": roles}
     spec = {"minAvailable": num_pods - 1, "selector": selector}

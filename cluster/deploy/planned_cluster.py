@@ -35,11 +35,11 @@ def application_args(context: typer.Context, fixed: Collection[str]) -> dict[str
     return keys | {name: value for name, value in flags.items() if value is not None}
 
 
-def planned_config(args: dict[str, Any], model: Path | None, replicas: int) -> EngineConfig:
+def planned_config(args: dict[str, Any], model: Path | None, replicas: int, max_replicas: int | None = None) -> EngineConfig:
     """Return the configuration of the application, with the path that the model has here."""
     model_key = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
-    config = validate_config(presets | args | model_key | {"replicas": replicas})
+    config = validate_config(presets | args | model_key | {"replicas": replicas, "max_replicas": max_replicas})
     if config.gpu_memory is None or len(config.gpu_memory) != 1:
         raise ConfigError(
             "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "

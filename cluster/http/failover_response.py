@@ -1,6 +1,7 @@
 """One response to a client, put together from those of several ingresses, and how an ingress reports its progress to the proxy.
 
-A client gets nothing of a response that is not streamed until it is complete; its proxy gets what there is now and then.
+A client receives a response that is not streamed when it is complete. Until then the ingress reports to its proxy, at intervals,
+what has been generated.
 """
 
 import asyncio

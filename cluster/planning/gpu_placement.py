@@ -101,7 +101,7 @@ def gpu_choices(
 
     Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two pipelines of two
     stages get [80, 24] each. If that is too few (three stages each), or all are of one kind, each counts as
-    the smallest, and Ray slots stages on any of them. One stage and both kinds: [80] or [24].
+    the smallest, and Ray places stages on any of them. One stage and both kinds: [80] or [24].
 
     ``cluster``: all GPUs, if ``gpus`` are a part of them. Stages on the GPUs of 24 GiB of a cluster whose GPUs of 80 GiB
     are for experts are tied to those nodes, although all of their GPUs are alike.

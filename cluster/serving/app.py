@@ -44,14 +44,14 @@ def build(args: dict[str, Any]) -> Application:
 def validate_config(args: dict[str, Any]) -> EngineConfig:
     """Read a Serve config's ``args``. Raises ConfigError for keys that do not belong there."""
     if SECRET_KEY in args:
-        raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
+        raise ConfigError("api_key: not for a Serve config, which Ray shows to all users of its dashboard; give an api_key_file")
     if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
         raise ConfigError(
-            f"{secret[0]}: a password is not for a Serve config, which Ray shows to everybody; "
+            f"{secret[0]}: a password is not for a Serve config, which Ray shows to all users of its dashboard; "
             "leave it out, and have every node know it by ~/.pgpass, or as the storage's library says"
         )
     if others := sorted(CLI_ONLY_KEYS & args.keys()):
-        raise ConfigError(f"{', '.join(others)}: not for a Serve config; its http_options and tracing_config have their like")
+        raise ConfigError(f"{', '.join(others)}: not for a Serve config; set http_options and tracing_config of the Serve config")
     return EngineConfig.build(None, args)
 
 

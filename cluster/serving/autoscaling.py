@@ -3,17 +3,21 @@
 import logging
 import math
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
 SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # names of a router's custom metrics in Ray Serve
 POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
-DEFAULT_TARGET_LOAD = 0.75
-REPORT_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # the mean of that time counts; the delays say how long it has to last
+# The mean of the look-back period counts; the delays say how long it has to last. A Serve config has Ray Serve's own
+# intervals, because Ray Serve warns of the first one there.
+INTERVALS: Mapping[str, Any] = MappingProxyType({"metrics_interval_s": 1.0, "look_back_period_s": 5.0})
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ class PipelineAutoscalingPolicy:
     """
 
     def __init__(self, target_load: object = None, target_tokens: object = None, **unknown: object) -> None:
-        self._target_load, self._target_tokens = _positive(target_load) or DEFAULT_TARGET_LOAD, _positive(target_tokens)
+        self._target_load, self._target_tokens = _positive(target_load) or ScalingKeys().target_load, _positive(target_tokens)
         targets = {"target_load": target_load, "target_tokens": target_tokens}
         ignored = unknown | {key: value for key, value in targets.items() if value is not None and _positive(value) is None}
         if ignored:
@@ -61,28 +65,25 @@ def to_metrics(demand: PipelineLoad) -> dict[str, float]:
     return {SHARE: demand.share, TOKENS: float(demand.tokens)}
 
 
-def policy_for(target_load: float, target_tokens: int | None) -> dict[str, Any]:
-    """Return the policy as it is written in a Serve config."""
-    return {"policy_function": POLICY, "policy_kwargs": {"target_load": target_load, "target_tokens": target_tokens}}
+def autoscaling_fields(config: EngineConfig, slots: int) -> dict[str, Any]:
+    """Return how the Router deployment is scaled, as it is written in a Serve config. ``slots``: those of one pipeline."""
+    targets = {"target_load": config.target_load, "target_tokens": config.target_tokens}
+    return {
+        "min_replicas": config.replicas,
+        "max_replicas": config.max_pipelines,
+        "target_ongoing_requests": max(int(slots * config.target_load), 1),  # for routers that have not reported yet
+        "upscale_delay_s": config.upscale_delay,
+        "downscale_delay_s": config.downscale_delay,
+        "policy": {"policy_function": POLICY, "policy_kwargs": targets},
+    }
 
 
 def router_scaling_options(config: EngineConfig) -> dict[str, Any]:
     """Return the options of the Router deployment: a fixed number of replicas, or how it is scaled."""
     if config.max_pipelines == config.replicas:
         return {"num_replicas": config.replicas}
-    policy: Any = AutoscalingPolicy(**policy_for(config.target_load, config.target_tokens))  # type: ignore[no-untyped-call]
+    fields = autoscaling_fields(config, config.max_num_seqs)
+    policy: Any = AutoscalingPolicy(**fields.pop("policy"))  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # metrics_interval_s is deprecated, but replicas do not read its successor yet
         warnings.simplefilter("ignore", DeprecationWarning)
-        scaling = AutoscalingConfig(
-            min_replicas=config.replicas,
-            max_replicas=config.max_pipelines,
-            target_ongoing_requests=max(
-                int(config.max_num_seqs * config.target_load), 1
-            ),  # for routers that have not reported yet
-            upscale_delay_s=config.upscale_delay,
-            downscale_delay_s=config.downscale_delay,
-            metrics_interval_s=REPORT_INTERVAL_S,
-            look_back_period_s=LOOK_BACK_S,
-            policy=policy,
-        )
-    return {"autoscaling_config": scaling}
+        return {"autoscaling_config": AutoscalingConfig(**fields, policy=policy, **INTERVALS)}

@@ -30,7 +30,7 @@ def _end_all() -> None:
     """End all requests, and wait until no ingress replica has one: an error that is still to be sent is lost with its proxy."""
     deadline = time.monotonic() + END_TIMEOUT_S
     _broadcast("end_all")
-    while num_unfinished() and time.monotonic() < deadline:
+    while start_draining() and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
         _broadcast("end_all")
 
@@ -43,7 +43,7 @@ def drain(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) 
     deadline = time.monotonic() + timeout_s
     mark_drained(APPLICATION)
     num_reported = 0
-    while num_left := num_unfinished():
+    while num_left := start_draining():
         if num_left != num_reported:
             report(f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most")
             num_reported = num_left
@@ -58,8 +58,8 @@ def resume() -> None:
     _broadcast("resume")
 
 
-def num_unfinished() -> int:
-    """Start draining at every ingress replica, and return how many requests they have together.
+def start_draining() -> int:
+    """Let every ingress replica refuse new requests, and return how many requests they have together.
 
     If all that answer have none, a replica that does not answer counts as one request.
     """

@@ -27,7 +27,7 @@ class FileRecord:
 
     file_id: str
     filename: str
-    purpose: str
+    purpose: Purpose
     num_bytes: int
     created_at: float
     path: str

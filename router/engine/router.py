@@ -27,7 +27,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonRequestError, QueueFullError, RequestError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent, request_fields, requests_fields
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import STEP_TIMEOUT_S, MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink
 from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.health import HealthTracker
@@ -40,7 +40,6 @@ from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 30.0
 STALL_FACTOR = 2.0  # times what a micro-batch may take
 MAX_CONSECUTIVE_POISON = 3  # poison requests in a row; after so many the pipeline itself is broken
 

@@ -14,8 +14,8 @@ from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
-from tramontane.proto.step import StepResult
-from tramontane.router.engine.router import STEP_TIMEOUT_S, Router
+from tramontane.proto.step import STEP_TIMEOUT_S, StepResult
+from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy

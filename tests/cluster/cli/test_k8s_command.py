@@ -8,13 +8,15 @@ import typer
 import yaml
 from ray.serve._private.application_state import override_deployment_info
 from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeApplicationSchema
 from tiny_models import random_model, tiny_args, write_checkpoint
 from typer.main import get_command
 
 from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import UNBOUNDED, build, validate_config
-from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
+from tramontane.cluster.serving.autoscaling import INTERVALS, PipelineAutoscalingPolicy, router_scaling_options
 from tramontane.proto.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +49,18 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     scaling = application["deployments"][0]["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 48)
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
+
+
+def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
+    """The options of a deployment override the application's, so they have to be the ones that the application would have."""
+    keys: dict[str, Any] = {"target_load": 0.5, "target_tokens": 9000, "upscale_delay": 3.0, "downscale_delay": 7.0}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(keys))
+    words = ("--stages", "4", "--max-replicas", "3", "--config", str(tmp_path / "keys.yaml"))
+    given = _application(_written(tmp_path / "out", *MIXTRAL, *words))["deployments"][0]["autoscaling_config"]
+    made = router_scaling_options(EngineConfig.build(None, keys | {"max_replicas": 3}))["autoscaling_config"]
+    assert (given["target_ongoing_requests"], given["upscale_delay_s"], given["downscale_delay_s"]) == (32, 3.0, 7.0)
+    assert given["policy"]["policy_kwargs"] == {"target_load": 0.5, "target_tokens": 9000}
+    assert AutoscalingConfig.model_validate(given).model_dump(exclude=set(INTERVALS)) == made.model_dump(exclude=set(INTERVALS))
 
 
 def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp_path: Path) -> None:
@@ -117,7 +131,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
         ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
-        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config; set http_options"),
         (
             (*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"),
             "shared.yaml): not allowed in the file, since this command sets it",
@@ -136,6 +150,25 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
         _written(tmp_path / "out", *(word.replace("{}", str(tmp_path)) for word in words))
     assert message in str(refused.value)
     assert "secret@" not in str(refused.value)
+
+
+K8S_SETS = {"model", "placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"}
+CLUSTER_YAML_SETS = {"model", "address", "gpu_memory", "api_key_file", "replicas", "max_replicas"}
+PODS_ARE_ALIKE = {"expert_memory", "gpu_speed", "stages_per_gpu"}  # and so are machines
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [("k8s", key) for key in sorted(K8S_SETS | PODS_ARE_ALIKE)]
+    + [("cluster-yaml", key) for key in sorted(CLUSTER_YAML_SETS | PODS_ARE_ALIKE)],
+)
+def test_a_file_may_not_have_the_keys_that_the_command_sets(command: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(f"{key}: 2\n")
+    words = ("--stages", "4", "--config", str(tmp_path / "keys.yaml"), "--out", str(tmp_path / "out"))
+    provider = ("--provider", "local") if command == "cluster-yaml" else ()
+    with pytest.raises(ConfigError) as refused:
+        app([command, *MIXTRAL, *words, *provider], standalone_mode=False)
+    assert str(refused.value) == f"{key} (in {tmp_path / 'keys.yaml'}): not allowed in the file, since this command sets it"
 
 
 def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.ray_internals.accessors import import_attribute
 from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
-from tramontane.cluster.serving.autoscaling import POLICY, policy_for
+from tramontane.cluster.serving.autoscaling import POLICY
 
 ROOT = Path(__file__).parents[3]
 NAMES = {
@@ -50,7 +50,7 @@ def test_an_old_exporter_is_accepted() -> None:
 
 
 def test_an_old_policy_takes_the_same_arguments() -> None:
-    arguments = policy_for(0.5, 100)["policy_kwargs"]
+    arguments = {"target_load": 0.5, "target_tokens": 100}
     with pytest.warns(DeprecationWarning, match="is removed in 0"):
         old = _import_anew("tramontane.cluster.autoscaling:WantedPipelines")(**arguments)
     assert vars(old) == vars(import_attribute(POLICY)(**arguments))

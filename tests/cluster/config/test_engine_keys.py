@@ -1,0 +1,108 @@
+"""The keys of the configuration: what each one has an effect on is a decision, and is repeated here."""
+
+from inspect import signature
+
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.cli.k8s import THREADS_HELP
+from tramontane.cluster.cli.serve import drain
+from tramontane.cluster.config.engine_config import GROUPS, EngineConfig
+from tramontane.cluster.config.key import extra
+from tramontane.cluster.deploy.planned_cluster import THREADS
+from tramontane.cluster.serving.app import DRAIN_S
+from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
+from tramontane.cluster.serving.server import DEFAULT_DRAIN_S
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.router.engine.router import Router
+
+# P: pipelines with different values are different pipelines, so that no new deployment adopts the old ones.
+# S: a Ray Serve config may have the key. F: there is a flag.
+KEYS = {
+    "model": "PSF",
+    "load_format": "PSF",
+    "stages": "PSF",
+    "stages_per_gpu": "PSF",
+    "address": "--F",
+    "dtype": "PSF",
+    "quantize": "PSF",
+    "max_model_len": "PSF",
+    "page_size": "PSF",
+    "kv_cache_memory": "PSF",
+    "threads_per_stage": "PSF",
+    "placement_timeout": "-S-",
+    "gpu_memory": "PSF",
+    "gpu_speed": "PSF",
+    "link": "PSF",
+    "step_timeout": "-SF",
+    "expert_actors": "PSF",
+    "expert_replicas": "PSF",
+    "expert_memory": "PSF",
+    "expert_load": "PSF",
+    "ping_pong": "PSF",
+    "max_num_seqs": "PSF",
+    "max_num_batched_tokens": "-SF",
+    "max_in_flight": "-S-",
+    "itl_target_ms": "-SF",
+    "local": "--F",
+    "seed": "--F",
+    "json": "--F",
+    "served_model_name": "-SF",
+    "host": "--F",
+    "port": "--F",
+    "grpc_port": "--F",
+    "ingress_replicas": "-S-",
+    "max_queued_requests": "-SF",
+    "max_queued_tokens": "-SF",
+    "max_body_bytes": "-S-",
+    "stream_writes_per_s": "-S-",
+    "drain_timeout": "-SF",
+    "slow_reader_timeout": "-SF",
+    "move_experts": "-SF",
+    "api_key": "--F",
+    "api_key_file": "-SF",
+    "replicas": "-SF",
+    "max_replicas": "-SF",
+    "target_load": "-SF",
+    "target_tokens": "-SF",
+    "upscale_delay": "-SF",
+    "downscale_delay": "-SF",
+    "jobs_database": "-SF",
+    "jobs_storage": "-SF",
+    "jobs_concurrency": "-SF",
+    "jobs_retention": "-SF",
+    "jobs_max_open": "-SF",
+    "jobs_max_lines": "-SF",
+    "jobs_max_bytes": "-SF",
+    "jobs_url_prefixes": "-SF",
+    "log_format": "-SF",
+    "log_level": "-SF",
+    "tracing_exporter": "--F",
+    "tracing_sampling_ratio": "--F",
+}
+
+
+def test_each_key_has_the_effects_of_the_table() -> None:
+    letters = {"defines_pipeline": "P", "in_serve_config": "S", "has_flag": "F"}
+    found = {
+        field.alias or name: "".join(letter if extra(field)[word] else "-" for word, letter in letters.items())
+        for group in GROUPS
+        for name, field in group.model_fields.items()
+    }
+    assert found == KEYS
+
+
+def test_defaults_elsewhere_are_those_of_the_keys() -> None:
+    keys = EngineConfig()
+    spec = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
+    assert (spec.ping_pong, spec.placement_timeout_s) == (keys.ping_pong, keys.placement_timeout)
+    assert signature(Router).parameters["step_timeout_s"].default == keys.step_timeout
+    assert PipelineAutoscalingPolicy()._target_load == keys.target_load
+
+
+def test_texts_have_the_numbers_that_apply() -> None:
+    unset = {name: str(extra(field)["unset"]) for name, field in EngineConfig.model_fields.items()}
+    assert unset["drain_timeout"] == f"{DEFAULT_DRAIN_S:g} for serve, {DRAIN_S:g} in a Ray Serve config"
+    assert unset["threads_per_stage"].endswith(f"on k8s and cluster-yaml {THREADS}, or 1 with --cpu")
+    assert signature(drain).parameters["timeout"].default == DRAIN_S
+    assert f"{THREADS}, or 1 with --cpu" in THREADS_HELP
