@@ -668,7 +668,7 @@ REFUSED_BODIES = {
     b'{"prompt": [-1]}': "token ids are whole numbers from 0",
     b'{"prompt": [1%s]}' % (b"0" * 400): "token ids are whole numbers from 0",
     b'{"prompt": [100000]}': "outside the model's vocabulary of",
-    b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "one request may have at most 65536",
+    b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "the body has more than 32768 lists and objects",
     b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5': input should be a valid integer",
     b'{"prompt": "O", "max_tokens": true}': "max_tokens is True: input should be a valid integer",
     b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: without echo: true there would be no answer",
