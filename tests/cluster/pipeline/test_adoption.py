@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from tiny_models import tiny_args, tiny_plan
 
+from tramontane.cluster.actors import supervisor_client
 from tramontane.cluster.actors.lease import LeaseManager
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.common.backoff import Backoff
@@ -104,6 +105,7 @@ class _Cluster:
         monkeypatch.setattr(ray, "get_actor", lambda name, _: self._count("lookups", self.supervisors[name]))
         monkeypatch.setattr(lifecycle, "create_supervisor", self.create)
         monkeypatch.setattr(lifecycle, "shut_down_pipeline", lambda _: None)
+        monkeypatch.setattr(supervisor_client, "LEASE_CALL_TIMEOUT_S", 3600.0)  # on a busy machine 64 routers take seconds
 
     def _count(self, kind: str, answer: Any) -> Any:  # noqa: ANN401
         self.calls[kind] += 1

@@ -107,7 +107,8 @@ class Surroundings:
         return self.routers[-1]
 
     @asynccontextmanager
-    async def pipeline(self, *_: object) -> AsyncIterator[tuple[Any, Chain]]:
+    async def pipeline(self, *_: object, first_number: int) -> AsyncIterator[tuple[Any, Chain]]:
+        assert first_number == 3, "the rank of the replica"
         self.is_entered, self.chain = True, Chain()
         try:
             if not self.has_room:
@@ -151,7 +152,7 @@ class Surroundings:
 @pytest.fixture
 def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     around = Surroundings()
-    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="replica"), app_name="app")
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="replica"), app_name="app", rank=SimpleNamespace(rank=3))
     metrics = SimpleNamespace(export=around.exported.append)
     replaced: dict[str, Any] = {
         "serve": SimpleNamespace(get_replica_context=lambda: replica),
