@@ -106,6 +106,7 @@ class _Cluster:
         monkeypatch.setattr(lifecycle, "create_supervisor", self.create)
         monkeypatch.setattr(lifecycle, "shut_down_pipeline", lambda _: None)
         monkeypatch.setattr(supervisor_client, "LEASE_CALL_TIMEOUT_S", 3600.0)  # on a busy machine 64 routers take seconds
+        monkeypatch.setattr(supervisor_client, "RENEW_INTERVAL_S", 3600.0)
 
     def _count(self, kind: str, answer: Any) -> Any:  # noqa: ANN401
         self.calls[kind] += 1
