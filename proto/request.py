@@ -170,6 +170,21 @@ class ExpertChoices(NamedTuple):
     start: int  # position of the first of these tokens
     expert_ids: tuple[tuple[int, ...], ...]
 
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.start + len(self.expert_ids)
+
+    @property
+    def values_per_token(self) -> int:
+        """Number of experts of one token."""
+        return len(self.expert_ids[0]) if self.expert_ids else 0
+
+    def between(self, first: int, end: int) -> "ExpertChoices":
+        """Return those at positions first..end-1: of positions 2..4, between 3 and 9, those of 3 and 4."""
+        expert_ids = self.expert_ids[max(first - self.start, 0) : max(end - self.start, 0)]
+        return ExpertChoices(self.seq_id, self.layer, max(first, self.start), expert_ids)
+
 
 class Logprobs(NamedTuple):
     """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by the model's distribution."""
@@ -179,6 +194,21 @@ class Logprobs(NamedTuple):
     logprobs: tuple[float, ...]
     # For each token, the requested number of likeliest ones at its position, the likeliest first: (token id, log-probability).
     top: tuple[tuple[tuple[int, float], ...], ...]
+
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.start + len(self.logprobs)
+
+    @property
+    def values_per_token(self) -> int:
+        """Number of log-probabilities of one token, with its own."""
+        return 1 + len(self.top[0]) if self.top else 0
+
+    def between(self, first: int, end: int) -> "Logprobs":
+        """Return those at positions first..end-1, as ``ExpertChoices.between`` does."""
+        chosen = slice(max(first - self.start, 0), max(end - self.start, 0))
+        return Logprobs(self.seq_id, max(first, self.start), self.logprobs[chosen], self.top[chosen])
 
 
 class RequestTimings(NamedTuple):
@@ -199,17 +229,13 @@ class RequestOutput(NamedTuple):
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
 
-    @classmethod
-    def merge(cls, outputs: "list[RequestOutput]") -> "RequestOutput":
-        """Join consecutive outputs of one request into one."""
-        if len(outputs) == 1:
-            return outputs[0]
-        return cls(
-            tuple(event for output in outputs for event in output.events),
-            outputs[-1].times,
-            tuple(choices for output in outputs for choices in output.experts),
-            tuple(logprobs for output in outputs for logprobs in output.logprobs),
-        )
+    @property
+    def num_values(self) -> int:
+        """Number of expert ids and log-probabilities."""
+        if not (self.experts or self.logprobs):  # nearly always
+            return 0
+        extras: list[ExpertChoices | Logprobs] = [*self.experts, *self.logprobs]
+        return sum((each.end - each.start) * each.values_per_token for each in extras)
 
 
 # ---- in logs: fields of a record besides its message, for ``extra=``; the JSON format writes them as fields of their own

@@ -92,8 +92,9 @@ def _overlap(bench: Any, measured: float = 101.0) -> Patches:  # noqa: ANN401
     return {"run": _returns(figures | {("long prompts", "measured"): bench.Figures(measured, 0.5, 0.5)})}
 
 
-def _hostile(bench: Any, attacked: float = 0.8, failed: int = 0) -> Patches:  # noqa: ANN401
-    return {"run": _returns(bench.Figures(0.3, attacked, ["lists to /tokenize"], 300, "a file", 2.0, ["status 500"] * failed))}
+def _hostile(bench: Any, attacked: float = 0.8, failed: int = 0, lag: float = 0.05) -> Patches:  # noqa: ANN401
+    lags, refused = {"many logprobs": lag, "a file": 0.01}, ["status 500"] * failed
+    return {"run": _returns(bench.Figures(0.3, attacked, ["lists to /tokenize"], 300, "a file", 2.0, refused, 0.001, lags))}
 
 
 def _overload(bench: Any, other: int = 0, refusal: float = 50.0, itl: float = 15.0, late: float = 110.0) -> Patches:  # noqa: ANN401
@@ -264,7 +265,7 @@ CASES = {
     "expert_kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
     "journal": Case(_journal, [{"modelled": 1.3, "real": 1.3}]),
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
-    "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}]),
+    "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
     "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),
     "chaos": Case(
         _chaos,

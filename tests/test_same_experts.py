@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import PROMPTS, random_ids, run_answers, scheduler_for
+from harness import PROMPTS, merge_outputs, random_ids, run_answers, scheduler_for
 from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain
 from reference import assert_best_experts
 from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
@@ -72,7 +72,7 @@ def test_experts_are_only_reported_on_request_also_next_to_a_request_for_them() 
 
     async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> RequestOutput:
         specs = [SequenceRequest(tuple(prompt), replace(WITH_EXPERTS, return_experts=layers))]
-        return RequestOutput.merge([batch async for batch in router.generate(specs)])
+        return merge_outputs([batch async for batch in router.generate(specs)])
 
     async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)

@@ -33,13 +33,13 @@ from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import DEFECT, ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import request_fields
-from tramontane.router.openai.body_bounds import check_elements
+from tramontane.router.openai.body_bounds import check_elements, run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
 from tramontane.router.openai.completion_request import parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
-from tramontane.router.openai.responses import Health, MoveExpertsResponse
+from tramontane.router.openai.responses import Health, MoveExpertsResponse, encode_json
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -194,7 +194,7 @@ class HttpApp:
             source.check_capacity(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
         if not parsed.stream:
-            return JSONResponse(await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
+            return await _whole_answer(completion, source, request)
         return await self._stream(request, completion, source, parsed.includes_usage)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -208,7 +208,7 @@ class HttpApp:
             source.check_capacity(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
         if not parsed.stream:
-            return JSONResponse(await chat.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
+            return await _whole_answer(chat, source, request)
         return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
@@ -245,6 +245,12 @@ class HttpApp:
         except OverloadedError as error:
             self._model.counts.record_refusal(error)
             raise
+
+
+async def _whole_answer(completion: Completion | ChatCompletion, source: TokenSource, request: Request) -> Response:
+    answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
+    body = await run_off_loop(completion.answer_bytes, lambda: encode_json(answer))
+    return Response(body, media_type="application/json")
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

@@ -22,6 +22,7 @@ MESSAGE_NODE = "tramontane.node"  # a message before all others: the node and th
 MESSAGE_PROGRESS = "tramontane.progress"  # a message: updates of choices, and parts of a response that is not streamed
 MESSAGE_UPDATES = "tramontane.updates"  # in each message of a stream: the updates that it makes
 PROGRESS_INTERVAL_S = 1.0  # as much is computed again when an ingress dies
+MAX_PROGRESS_BYTES = 2**18  # of log-probabilities in one report, which Ray Serve pickles within some milliseconds
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT  # the client's own timeout has passed: another ingress could not help
 OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
@@ -33,22 +34,30 @@ def format_event(data: bytes) -> bytes:
 
 
 class ProgressReporter:
-    """Reports the progress of one response that is not streamed, at most once per interval."""
+    """Reports the progress of one response that is not streamed, at most once per interval.
+
+    After more than ``MAX_PROGRESS_BYTES`` in one interval it reports no more: what follows is computed again if the ingress dies.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._num_bytes = 0
         self._updates: list[ChoiceUpdate] = []
         self._parts: list[dict[str, Any]] = []
         self._reported_at = asyncio.get_running_loop().time()
 
-    async def __call__(self, updates: list[ChoiceUpdate], parts: list[dict[str, Any]]) -> None:
-        """Add what the response has grown by, and report it if the interval has passed."""
+    async def __call__(self, updates: list[ChoiceUpdate], parts: list[dict[str, Any]], num_bytes: int) -> None:
+        """Add what the response has grown by, about ``num_bytes`` of JSON, and report it if the interval has passed."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_PROGRESS_BYTES:
+            self._updates, self._parts = [], []
+            return
         self._updates += updates
         self._parts += parts
         if asyncio.get_running_loop().time() - self._reported_at < PROGRESS_INTERVAL_S:
             return
         message: Message = {"type": MESSAGE_PROGRESS, "updates": self._updates, "parts": self._parts}
-        self._updates, self._parts, self._reported_at = [], [], asyncio.get_running_loop().time()
+        self._updates, self._parts, self._num_bytes, self._reported_at = [], [], 0, asyncio.get_running_loop().time()
         await self._send(message)
 
 

@@ -1,9 +1,9 @@
 """Streamed responses: server-sent events, with a rate of writes that all streams share."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -14,10 +14,11 @@ from tramontane.cluster.http.errors import log_and_respond
 from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME, format_event
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.openai.body_bounds import run_off_loop
+from tramontane.router.openai.responses import encode_json, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 Changes = AsyncGenerator[list[Any], None]
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes an encoder for each call
 
 
 class StreamingAnswer(Protocol):
@@ -34,6 +35,11 @@ class StreamingAnswer(Protocol):
     @property
     def is_finished(self) -> bool:
         """Whether all choices have ended."""
+        ...
+
+    @property
+    def change_bytes(self) -> int:
+        """About how many bytes of JSON the log-probabilities and expert ids of the last changes are."""
         ...
 
     def chunk(self, choices: list[Any]) -> dict[str, Any]:
@@ -113,11 +119,11 @@ async def sse_events(
     pacer.num_streams += 1
     try:
         async with aclosing(changes):
-            ready = (b"" if opening is None else _event(opening)) + _event(answer.chunk(first))
+            ready = (b"" if opening is None else _event(opening)) + await _changes_event(answer, first)
             while not answer.is_finished:
                 yield SseChunk(ready, answer.take_updates())
                 await pacer.wait_turn(clock())
-                ready = _event(answer.chunk(await anext(changes)))
+                ready = await _changes_event(answer, await anext(changes))
         ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
         yield SseChunk(ready, answer.take_updates(), is_last=True)
     except TramontaneError as error:
@@ -126,5 +132,12 @@ async def sse_events(
         pacer.num_streams -= 1
 
 
+async def _changes_event(answer: StreamingAnswer, changes: list[Any]) -> bytes:
+    chunk = answer.chunk(changes)
+    if not answer.change_bytes:  # nearly always
+        return _event(chunk)
+    return format_event(await run_off_loop(answer.change_bytes, partial(encode_json, chunk)))
+
+
 def _event(data: dict[str, Any]) -> bytes:
-    return format_event(_to_json(data).encode())
+    return format_event(to_json(data).encode())

@@ -22,12 +22,15 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 from tramontane.proto.request import RequestOutput, RequestTimings, request_fields
+from tramontane.router.engine.request_output import split_output
 from tramontane.router.engine.router import Router
 
 KEEPALIVE = b""
 ACCEPTED = RequestOutput((), RequestTimings(0.0, 0.0, 0.0))  # no tokens yet, but a router has accepted the request
 DONE = b""
-MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and a larger message breaks the whole stream
+# Tokens, log-probabilities and expert ids in one message, of 50 bytes at most: an ingress decodes them within some milliseconds,
+# and Ray Serve's gRPC takes 4 MiB.
+MAX_MESSAGE_VALUES = 2**13
 KEEPALIVE_INTERVAL_S = 1.0
 IDLE_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
@@ -47,7 +50,10 @@ class IngressStream:
 
     def put(self, number: int, output: RequestOutput | TramontaneError) -> None:
         """Queue tokens, or the failure, of the ingress's request ``number``."""
-        self._ready.append((number, output))
+        if isinstance(output, RequestOutput) and output.num_values > MAX_MESSAGE_VALUES:
+            self._ready += [(number, part) for part in split_output(output, MAX_MESSAGE_VALUES)]
+        else:
+            self._ready.append((number, output))
         self._filled.set()
 
     def release(self) -> None:
@@ -174,13 +180,13 @@ def model_key(model: str) -> str:
 
 
 def _messages(ready: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> Iterator[bytes]:
-    """Encode one message, or several if it is too large, as with ``experts``; an ingress bounds those of one request."""
-    message = wire.encode_outputs(ready) if ready else KEEPALIVE
-    if len(message) <= MAX_MESSAGE_BYTES or len(ready) == 1:
-        yield message
-    else:
+    """Encode one message, or several if it would have too many values."""
+    outputs = (output for _, output in ready if isinstance(output, RequestOutput))
+    if len(ready) > 1 and sum(len(output.events) + output.num_values for output in outputs) > MAX_MESSAGE_VALUES:
         yield from _messages(ready[: len(ready) // 2])
         yield from _messages(ready[len(ready) // 2 :])
+    else:
+        yield wire.encode_outputs(ready) if ready else KEEPALIVE
 
 
 async def _wait_for_any(*events: asyncio.Event) -> None:

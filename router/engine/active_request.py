@@ -22,12 +22,10 @@ T = TypeVar("T", ExpertChoices, Logprobs)
 class PositionBuffer(Generic[T]):
     """Values of consecutive positions, held until a token of their sequence is emitted; no position is emitted twice.
 
-    A sequence that is computed again has the same values, up to float rounding. ``tail(values, position)`` returns the part of
-    ``values`` that begins at a position, and its length.
+    A sequence that is computed again has the same values, up to float rounding.
     """
 
-    def __init__(self, tail: Callable[[T, int], tuple[T, int]]) -> None:
-        self._tail: Callable[[T, int], tuple[T, int]] = tail
+    def __init__(self) -> None:
         self._next: dict[tuple[int, int], int] = {}  # position, by sequence and layer
         self._held: dict[int, list[T]] = {}  # by sequence
 
@@ -39,10 +37,9 @@ class PositionBuffer(Generic[T]):
         """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the second adds 5 and 6."""
         seq_id, position = values.seq_id, self._next.get((values.seq_id, layer), values.start)
         assert values.start <= position, "positions are missing"
-        new, length = self._tail(values, position)
-        if length:
-            self._held.setdefault(seq_id, []).append(new)
-            self._next[seq_id, layer] = position + length
+        if values.end > position:
+            self._held.setdefault(seq_id, []).append(values.between(position, values.end))
+            self._next[seq_id, layer] = values.end
 
     def take(self, events: Iterable[TokenEvent]) -> tuple[T, ...]:
         """Remove and return all that is held for the sequences of these events."""
@@ -62,8 +59,8 @@ class ActiveRequest:
         self.is_single = len(sequences) == 1
         is_resumed = any(s.output_ids for s in sequences)  # another router has emitted tokens
         self.last_token_at = now if is_resumed else math.inf
-        self._experts = PositionBuffer(experts_from)
-        self._logprobs = PositionBuffer(logprobs_from)
+        self._experts = PositionBuffer[ExpertChoices]()
+        self._logprobs = PositionBuffer[Logprobs]()
         for index, sequence in enumerate(sequences):
             if sequence.output_ids:  # of a prompt of 3 and an output of 2, logprobs of 1..4 are known, experts of 0..3
                 self._logprobs.skip_to(index, sequence.num_known)
@@ -122,26 +119,13 @@ class QueueWaitTracker:
         return max(1, math.ceil(max(longest, self._last_queue_s[priority])))
 
 
-def experts_from(choices: ExpertChoices, position: int) -> tuple[ExpertChoices, int]:
-    """Return the expert choices from a position on, and for how many positions they are."""
-    new = choices.expert_ids[position - choices.start :]
-    return choices._replace(start=position, expert_ids=new), len(new)
-
-
-def logprobs_from(logprobs: Logprobs, position: int) -> tuple[Logprobs, int]:
-    """Return the log-probabilities from a position on, and for how many positions they are."""
-    start = position - logprobs.start
-    new = logprobs.logprobs[start:]
-    return Logprobs(logprobs.seq_id, position, new, logprobs.top[start:]), len(new)
-
-
 def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str, list[tuple[int, ...]]]:
     """Group the expert choices at positions first..end-1 of one sequence by layer, token by token.
 
     A layer with none of these positions is left out. Positions 2..4 of layer 7, for 3..9: {"7": [those of 3, those of 4]}.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for _, layer, start, expert_ids in choices:
-        if part := expert_ids[max(first - start, 0) : max(end - start, 0)]:
-            found[str(layer)] += part
+    for each in choices:
+        if part := each.between(first, end).expert_ids:
+            found[str(each.layer)] += part
     return dict(found)

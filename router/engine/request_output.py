@@ -1,7 +1,7 @@
-"""The output of one request on its way to the client: merged until it is read, and kept to continue elsewhere."""
+"""The output of one request on its way to the client: split for travel, merged until it is read, kept to continue elsewhere."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,36 @@ from tramontane.proto.errors import TramontaneError
 from tramontane.proto.request import ExpertChoices, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
 
 
+def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutput]:
+    """Yield parts with at most ``max_values`` log-probabilities and expert ids each, or those of one token if that has more.
+
+    Only the last part has the events. With ``max_values`` 4, log-probabilities of five tokens with one other token each are
+    split into those of the first two, of the next two, and of the last one.
+    """
+    experts, logprobs, num_values = list[ExpertChoices](), list[Logprobs](), 0
+    extras: list[ExpertChoices | Logprobs] = [*output.experts, *output.logprobs]
+    for values in extras:
+        step = max(max_values // max(values.values_per_token, 1), 1)
+        for start in range(values.start, values.end, step):
+            part = values.between(start, start + step)
+            size = (part.end - part.start) * part.values_per_token
+            if num_values and num_values + size > max_values:
+                yield RequestOutput((), output.times, tuple(experts), tuple(logprobs))
+                experts, logprobs, num_values = [], [], 0
+            num_values += size
+            if isinstance(part, ExpertChoices):
+                experts.append(part)
+            else:
+                logprobs.append(part)
+    yield output._replace(experts=tuple(experts), logprobs=tuple(logprobs))
+
+
 class OutputQueue:
     """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads.
 
-    They are merged as they arrive, into lists of plain values: Python's garbage collector would examine thousands of outputs
-    that wait to be read again and again, which took half of the time of an ingress with 500 streams.
+    Parts without events (see ``split_output``) are read together with the events that follow. Outputs are merged as they arrive,
+    into lists of plain values: Python's garbage collector would examine thousands of outputs that wait to be read again and
+    again, which took half of the time of an ingress with 500 streams.
     """
 
     def __init__(self) -> None:
@@ -29,9 +54,11 @@ class OutputQueue:
         if isinstance(item, RequestOutput):
             for event in item.events:
                 self._events += event
-            self._times = item.times
             self._experts += item.experts
             self._logprobs += item.logprobs
+            if not item.events:
+                return
+            self._times = item.times
         else:
             self._error = item
         self._filled.set()

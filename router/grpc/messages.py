@@ -20,7 +20,7 @@ FINISH_REASONS = {reason.value: f"FINISH_REASON_{reason.name}" for reason in Fin
 
 def parse_generate(request: pb.GenerateRequest) -> CompletionRequest:
     """Parse a request with the rules of HTTP. Raises ParameterError."""
-    return _parse(request, return_token_ids=True)
+    return _parse(request, return_token_ids=True, stream=True)
 
 
 def parse_score(request: pb.ScoreRequest) -> CompletionRequest:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
@@ -142,7 +142,7 @@ class GrpcServicer:
         try:
             async with aclosing(completion.stream(source)) as stream:
                 async for changes in stream:
-                    response = to_generate_response(changes)
+                    response = await run_off_loop(completion.change_bytes, partial(to_generate_response, changes))
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
                         response.timings.MergeFrom(pb.Timings(**completion.timings.as_json()))
@@ -156,7 +156,8 @@ class GrpcServicer:
     async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> pb.ScoreResponse:
         """Return the log-probabilities of a prompt."""
         completion, source = await self._prepare(parse_score, request, grpc_context)
-        return to_score_response(await completion.run(source))
+        result = await completion.run(source)
+        return await run_off_loop(completion.answer_bytes, lambda: to_score_response(result))
 
     @_respond(pb.ModelsResponse)
     async def Models(self, request: pb.ModelsRequest, grpc_context: Context) -> pb.ModelsResponse:

@@ -1,10 +1,11 @@
-"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that parses large bodies.
+"""Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads and writes large bodies.
 
 A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8 MiB has room for two million
 lists, which take seconds. Within these bounds every body of 8 MiB takes at most 50 ms, texts of any length included.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -31,8 +32,19 @@ class ElementCounts(NamedTuple):
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Call ``work``, which parses so many bytes: here if they are few, or else in the thread for large bodies."""
-    return work() if num_bytes <= SMALL_BODY else await asyncio.get_running_loop().run_in_executor(BODY_POOL, work)
+    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the thread for large bodies."""
+    if num_bytes <= SMALL_BODY:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(BODY_POOL, _without_collector, work)
+
+
+def _without_collector(work: Callable[[], T]) -> T:
+    """Call ``work`` without Python's garbage collector, which would stop all threads to examine what ``work`` makes."""
+    gc.disable()
+    try:
+        return work()
+    finally:
+        gc.enable()
 
 
 def check_elements(body: bytes, what: str = "the body", parameter: str | None = None) -> None:

@@ -157,6 +157,16 @@ class ChatCompletion:
         """True once every choice has finished."""
         return self._completion.is_finished
 
+    @property
+    def change_bytes(self) -> int:
+        """See ``Completion``."""
+        return self._completion.change_bytes
+
+    @property
+    def answer_bytes(self) -> int:
+        """See ``Completion``."""
+        return self._completion.answer_bytes
+
     def take_updates(self) -> list[ChoiceUpdate]:
         """Return what another ingress needs, as ``Completion.take_updates`` does."""
         return self._completion.take_updates()

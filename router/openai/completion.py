@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tramontane.proto.errors import ParameterError
@@ -11,6 +12,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput, RequestTimings, SequenceRequest
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
+from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChunk, CompletionChange, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
@@ -58,10 +60,12 @@ class ChoiceBuilder:
         return merged
 
 
-ProgressCallback = Callable[[list[ChoiceUpdate], list[CompletionChange]], Awaitable[None]]
+BYTES_PER_VALUE = 40  # of JSON, for one log-probability with its token; an expert id takes less
+# Gets updates, changes, and about how many bytes of JSON the changes are.
+ProgressCallback = Callable[[list[ChoiceUpdate], list[CompletionChange], int], Awaitable[None]]
 
 
-async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionChange]) -> None:
+async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionChange], _num_bytes: int) -> None:
     """Ignore the progress of an answer that is not streamed."""
 
 
@@ -87,6 +91,8 @@ class Completion:
         }
         self._usage_in_chunks = {"usage": None} if request.includes_usage else {}
         self._times: RequestTimings | None = None
+        # About how many bytes of JSON the log-probabilities and expert ids are, of the last changes and of all.
+        self.change_bytes = self.answer_bytes = 0
         self._num_echoed: dict[int, int] = {}  # characters of the prompt in the text, by choice
         self._new_token_ids: dict[int, list[int]] = {}  # of the last changes, by choice
         for index, state in resume_state.choices.items():
@@ -139,7 +145,7 @@ class Completion:
 
     async def run(self, source: TokenSource, report: ProgressCallback = no_progress) -> dict[str, Any]:
         """Return the whole answer. See ``collect`` for ``report``."""
-        choices = [CompletionChoice(**choice) for choice in await self.collect(source, report)]
+        choices = [CompletionChoice(**choice) for choice in await self.collect(source, report)]  # which share their long lists
         return CompletionAnswer(**self.head, choices=choices, usage=self.usage, timings=self.timings).as_json()
 
     async def collect(self, source: TokenSource, report: ProgressCallback = no_progress) -> list[dict[str, Any]]:
@@ -152,8 +158,9 @@ class Completion:
                 for change in changes:
                     parts[change["index"]].append(change)
                 if not self.is_finished:
-                    await report(self.take_updates(), changes)
-        return [self._builder.merge_changes(changes, self._request) for changes in parts]
+                    await report(self.take_updates(), changes, self.change_bytes)
+        merge = self._builder.merge_changes
+        return await run_off_loop(self.answer_bytes, lambda: [merge(changes, self._request) for changes in parts])
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[CompletionChange], None]:
         """Yield the changes of all choices whenever the source returns tokens, until every choice has finished."""
@@ -164,7 +171,10 @@ class Completion:
             async with aclosing(source.generate([specs[index] for index in running])) as batches:
                 async for batch in batches:
                     recorder.observe(batch)
-                    changes = self._process(batch if len(running) == len(specs) else remap_seq_ids(batch, running), yielded)
+                    self.change_bytes = batch.num_values * BYTES_PER_VALUE
+                    self.answer_bytes += self.change_bytes
+                    own = batch if len(running) == len(specs) else remap_seq_ids(batch, running)
+                    changes = await run_off_loop(self.change_bytes, partial(self._process, own, yielded))
                     self._times = batch.times
                     if changes:
                         yield changes

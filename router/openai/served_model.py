@@ -14,10 +14,10 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 T = TypeVar("T")
 
 OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
-# Bounds of one request. The first two are 2 MiB from the router, half of what a message may have.
+# Bounds of one request.
 MAX_EXPERT_IDS = 2**19
-MAX_PROMPT_LOGPROBS = 2**17  # all of them come with a prompt's first token
-MAX_TOTAL_LOGPROBS = 2**19  # of the answer, which may be kept whole: about 20 MB of JSON
+MAX_WHOLE_LOGPROBS = 2**17  # kept at one time: those of prompts, or of an answer that is not streamed; up to 7 MB of JSON
+MAX_STREAMED_LOGPROBS = 2**19
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,10 @@ def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Se
         )
     if (num_top := request.prompt_logprobs_count) is not None:
         name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
-        _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
+        _check_num_logprobs(name, num_prompt, num_top, MAX_WHOLE_LOGPROBS)
     if request.logprobs is not None:
-        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_TOTAL_LOGPROBS)
+        limit = MAX_STREAMED_LOGPROBS if request.stream else MAX_WHOLE_LOGPROBS
+        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, limit)
 
 
 def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:
@@ -135,6 +136,7 @@ def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) ->
     if num_logprobs > limit:
         raise ParameterError(
             f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are {num_logprobs}; "
-            f"one request may ask for at most {limit}, so ask for fewer, or for fewer tokens",
+            f"one request may ask for at most {limit}, so ask for fewer, or for fewer tokens"
+            f"{', or for a stream' if limit < num_logprobs <= MAX_STREAMED_LOGPROBS and name == 'logprobs' else ''}",
             name,
         )

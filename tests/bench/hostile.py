@@ -6,6 +6,9 @@
 processes send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 4 MiB over gRPC, one after
 the other. A gap is the time between two chunks of one stream. Everything shares this machine's cores; the clients, which take
 as much CPU time to make a body as the server to refuse it, have a low priority.
+
+Before that, an API server without Ray (``tests/support/lag_server.py``) gets the same bodies, and requests with the largest
+answers of log-probabilities and experts, one at a time. It measures for how long its event loop does not run.
 """
 
 import argparse
@@ -22,12 +25,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import grpc
+import large_answers
 from hostile_bodies import TEMPLATES, bodies, messages, uploads
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +43,10 @@ METHODS = ("Generate", "Score")
 FORM = "multipart/form-data; boundary=b"
 TIMEOUT_S = 120.0
 MAX_LONGER_S = 0.5
+MAX_LAG_S = 0.05
+SHOWN_LAGS = 5
+LAG_SERVER = Path(__file__).parents[1] / "support" / "lag_server.py"
+START_TIMEOUT_S = 60.0
 ANSWERED = range(200, 500)
 NICE = 10
 CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -74,6 +82,8 @@ class Figures:
     slowest: str
     slowest_s: float
     failed: list[str]
+    lag_alone: float = 0.0
+    lags: dict[str, float] = field(default_factory=dict)  # by request
 
 
 async def stream(port: int, gaps: list[Gap], stopping: asyncio.Event) -> None:
@@ -102,11 +112,64 @@ def hostile_requests() -> Iterator[tuple[str, str, bytes]]:
         yield from ((name, method, message) for name, message in messages())
 
 
+def lag_requests() -> Iterator[tuple[str, str, bytes]]:
+    """Yield the hostile requests, then those with large answers, for which the server makes its tokens at the first one."""
+    yield from hostile_requests()
+    answers = [(name, path, json.dumps(body).encode()) for name, path, body in large_answers.requests()]
+    for each in [*answers, *large_answers.messages()]:
+        yield from (each, each)
+
+
+def measure_lags(port: int, grpc_port: int, seconds: float, only: str) -> tuple[dict[str, float], float]:
+    """Return for how many seconds the event loop did not run, by request, and the longest without requests."""
+    options = [("grpc.max_receive_message_length", -1)]
+    with tempfile.TemporaryDirectory() as folder, grpc.insecure_channel(f"127.0.0.1:{grpc_port}", options) as channel:
+        server = subprocess.Popen([sys.executable, str(LAG_SERVER), str(port), str(grpc_port), folder])
+        try:
+            wait_until_started(port)
+            take_lag(port)
+            time.sleep(seconds)
+            alone, lags = take_lag(port), dict[str, float]()
+            for name, target, content in lag_requests():
+                if only in name:
+                    over_http = target.startswith("/")
+                    failure = send_over_http(port, target, content) if over_http else send_over_grpc(channel, target, content)
+                    assert not failure, (name, failure)
+                    lags[f"{name} to {target}"] = take_lag(port)
+            return lags, alone
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def take_lag(port: int) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/lag")
+        return float(json.load(connection.getresponse())["worst_s"])
+    finally:
+        connection.close()
+
+
+def wait_until_started(port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            take_lag(port)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 def send_over_http(port: int, path: str, body: bytes) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, {"content-type": FORM if path == "/v1/files" else "application/json"})
-        status = connection.getresponse().status
+        response = connection.getresponse()
+        response.read()
+        status = response.status
         return "" if status in ANSWERED else f"status {status}"
     except OSError as error:
         return repr(error)
@@ -178,6 +241,8 @@ def figures_of(alone: float, gaps: Sequence[Gap], attempts: Sequence[Attempt]) -
 
 
 def run(port: int, grpc_port: int, seconds: float, num_streams: int, num_clients: int, only: str) -> Figures:
+    console.print("measuring the event loop of an API server without Ray ...", style="dim")
+    lags, lag_alone = measure_lags(port, grpc_port, seconds, only)
     with tempfile.TemporaryDirectory() as folder:
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
@@ -189,7 +254,8 @@ def run(port: int, grpc_port: int, seconds: float, num_streams: int, num_clients
             assert server.stdout is not None
             if not server.stdout.readline():
                 raise SystemExit("the server did not start")
-            return asyncio.run(measure(port, grpc_port, seconds, num_streams, num_clients, only))
+            figures = asyncio.run(measure(port, grpc_port, seconds, num_streams, num_clients, only))
+            return replace(figures, lag_alone=lag_alone, lags=lags)
         finally:
             server.terminate()
             server.wait()
@@ -203,6 +269,9 @@ def table_of(figures: Figures) -> Table:
     table.add_row("bodies sent", str(figures.bodies))
     table.add_row("slowest answer", f"{figures.slowest_s:.1f} s: {figures.slowest}")
     table.add_row("failed", "\n".join(figures.failed[:20]))
+    table.add_row("event loop: longest time that it did not run, without requests", f"{1e3 * figures.lag_alone:.0f} ms")
+    worst = sorted(figures.lags.items(), key=lambda lag: lag[1], reverse=True)[:SHOWN_LAGS]
+    table.add_row("longest during requests", "\n".join(f"{1e3 * seconds:.0f} ms: {name}" for name, seconds in worst))
     return table
 
 
@@ -211,6 +280,7 @@ def targets(figures: Figures) -> list[Target]:
     return [
         at_most("longest gap during hostile bodies, above without", longer, MAX_LONGER_S, "s"),
         none_of("bodies without an answer", figures.failed),
+        at_most("longest time that the event loop did not run", max(figures.lags.values()), MAX_LAG_S, "s"),
     ]
 
 

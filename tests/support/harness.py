@@ -64,6 +64,16 @@ async def run_prompts(
     return [[event.token_id for event in answer.events] for answer in answers]
 
 
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Join consecutive outputs of one request into one."""
+    return RequestOutput(
+        tuple(event for output in outputs for event in output.events),
+        outputs[-1].times,
+        tuple(choices for output in outputs for choices in output.experts),
+        tuple(logprobs for output in outputs for logprobs in output.logprobs),
+    )
+
+
 async def run_answers(
     chain: StageChain,
     scheduler: Scheduler,
@@ -80,7 +90,7 @@ async def run_answers(
 
     async def one(prompt: list[int]) -> RequestOutput:
         specs = [SequenceRequest(tuple(prompt), sampling)]
-        return RequestOutput.merge([batch async for batch in router.generate(specs)])
+        return merge_outputs([batch async for batch in router.generate(specs)])
 
     outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
     scheduler.check_integrity()

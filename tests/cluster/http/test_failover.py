@@ -231,17 +231,45 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
         return choices
 
 
+@pytest.mark.parametrize(
+    ("max_bytes", "all_lives"),
+    [(2**18, [(1,), (2,), (1, 1, 2), (3, 1), (1, 1, 1, 1)]), (0, [(1,), (4,), (3, 1)]), (300, [(1,), (4,), (3, 1)])],
+)
 def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number_of_ingresses(
-    monkeypatch: pytest.MonkeyPatch,
+    max_bytes: int, all_lives: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However many are reported: what is not is computed again."""
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(whole_answers, "MAX_PROGRESS_BYTES", max_bytes)
 
     async def scenario() -> None:
         undisturbed = await _whole(())
-        for lives in ((1,), (2,), (1, 1, 2), (3, 1), (1, 1, 1, 1)):
+        for lives in all_lives:
             assert await _whole(lives) == undisturbed
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_earlier_reported", [True, False])
+def test_no_more_progress_is_reported_after_too_many_log_probabilities(
+    is_earlier_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reported is always the beginning of the answer."""
+    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
+    sent: list[Any] = []
+
+    async def send(message: Message) -> None:
+        sent.extend(message["updates"])
+
+    async def scenario() -> None:
+        report = whole_answers.ProgressReporter(send)
+        if is_earlier_reported:
+            await report([(0, [1], None, [])], [], whole_answers.MAX_PROGRESS_BYTES)
+        await report([(0, [2], None, [])], [], whole_answers.MAX_PROGRESS_BYTES + 1)
+        await report([(0, [3], None, [])], [], 0)
+
+    asyncio.run(scenario())
+    assert sent == [(0, [1], None, [])] * is_earlier_reported
 
 
 async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:

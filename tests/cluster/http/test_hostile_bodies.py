@@ -3,30 +3,39 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import large_answers
 import pytest
 from batch_jobs import new_batch_harness
 from hostile_bodies import MAX_BODY, TEMPLATES, bodies, messages, uploads
 from http_fuzz import check_error
+from large_answers import LARGE_MODEL, TOP, LargeAnswerSource
 from pydantic import BaseModel
 from scripted_token_source import CHAT, MODEL, ScriptedSource, client_for, http_app_for
 from starlette.applications import Starlette
 
 from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.http import app, sse
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.cluster.serving.token_channel import MAX_MESSAGE_VALUES
 from tramontane.proto import inference_pb2 as pb
+from tramontane.proto import wire
 from tramontane.proto.errors import ParameterError
+from tramontane.proto.request import RequestOutput
 from tramontane.router.grpc import messages as grpc_messages
+from tramontane.router.grpc import servicer as servicer_module
 from tramontane.router.grpc.handlers import MalformedMessage, _parser
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai import tokenize
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS, MAX_MEMBERS, SMALL_BODY, count_elements
+from tramontane.router.openai.completion import BYTES_PER_VALUE, ChoiceBuilder, Completion
 
+SHARE = 0.2  # of the largest answers
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 
 
@@ -134,6 +143,74 @@ def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, mon
 class _Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50123"
+
+
+@pytest.mark.parametrize(("name", "target", "content"), [*large_answers.requests(SHARE), *large_answers.messages(SHARE)])
+def test_the_event_loop_formats_no_large_answer(
+    name: str,
+    target: str,
+    content: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+    off_loop: list[int],
+) -> None:
+    """Neither what is received, nor what it becomes: Python's objects, JSON, messages of gRPC."""
+    sizes, decode, source = list[int](), wire.decode_outputs, LargeAnswerSource()
+
+    def watched_decode(data: bytes) -> Any:  # noqa: ANN401
+        outputs = decode(data)
+        sizes.extend(output.num_values for _, output in outputs if isinstance(output, RequestOutput))
+        return outputs
+
+    monkeypatch.setattr(wire, "decode_outputs", watched_decode)
+
+    async def over_http() -> None:
+        async with client_for(http_app_for(source, LARGE_MODEL, max_body_bytes=MAX_BODY).app()) as client:
+            response = await client.post(target, json=content)
+            assert response.status_code == 200, (name, response.text[:200])
+
+    async def over_grpc() -> None:
+        servicer = GrpcServicer(LARGE_MODEL, source)
+        if target == "Score":
+            assert (await servicer.Score(pb.ScoreRequest.FromString(content), _Context())).tokens
+        else:
+            assert [each async for each in servicer.Generate(pb.GenerateRequest.FromString(content), _Context())]
+
+    asyncio.run(over_http() if target.startswith("/") else over_grpc())
+    assert max(sizes) <= MAX_MESSAGE_VALUES
+    assert sum(sizes) > 2 * MAX_MESSAGE_VALUES
+    assert off_loop
+
+
+@pytest.fixture
+def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Note what the thread for large bodies does, by bytes. No formatting of that many log-probabilities happens elsewhere."""
+    done, faults, loop_thread = list[int](), list[str](), threading.get_ident()
+
+    def watch(owner: Any, name: str, size_of: Callable[..., int]) -> None:  # noqa: ANN401
+        format_ = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:  # noqa: ANN401
+            size = size_of(*args)
+            if threading.get_ident() != loop_thread:
+                done.append(size)
+            elif size > SMALL_BODY:
+                faults.append(f"{name}: about {size} bytes")
+            return format_(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Completion, "_process", lambda _self, batch, _yielded: batch.num_values * BYTES_PER_VALUE)
+    watch(ChoiceBuilder, "merge_changes", lambda _self, changes, _request: len(repr(changes)) // 2)
+    watch(app, "encode_json", lambda answer: len(repr(answer)) // 2)
+    watch(sse, "encode_json", lambda chunk: len(repr(chunk)) // 2)
+    num_tokens = lambda changes: sum(len(change["logprobs"]["tokens"]) for change in changes)  # noqa: E731
+    watch(servicer_module, "to_generate_response", lambda changes: num_tokens(changes) * (TOP + 1) * BYTES_PER_VALUE)
+    watch(servicer_module, "to_score_response", lambda result: len(repr(result)) // 2)
+    yield done
+    assert not faults, faults[:5]
 
 
 def test_json_within_texts_of_a_conversation_is_bounded_like_a_body() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import merge_outputs
 from scripted_chain import ReportingChain, answer
 
 from tramontane.cluster.serving import retry_policy
@@ -157,7 +158,7 @@ async def _output(routers: TokenSource, specs: list[SequenceRequest]) -> list[Re
 
 def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
     """Tokens, and what was reported next to them, for each position once and in order."""
-    merged = RequestOutput.merge(batches)
+    merged = merge_outputs(batches)
     for number, spec in enumerate(specs):
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]

@@ -1,6 +1,7 @@
 """Requests that travel from an ingress to a router and back, without Ray: above all those whose clients leave."""
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -13,12 +14,13 @@ from scripted_chain import ScriptedChain, all_chunks
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, MAX_MESSAGE_BYTES, IngressStream, IngressStreams, model_key
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, MAX_MESSAGE_VALUES, IngressStream, IngressStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import ModelMismatchError, PipelineError, StreamNotOpenError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import ExpertChoices, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.request_output import OutputQueue
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -264,15 +266,15 @@ def test_a_newer_stream_of_an_ingress_replaces_the_older_one() -> None:
     asyncio.run(scenario())
 
 
-def test_no_message_is_larger_than_a_stream_takes() -> None:
-    """Unless one delivery alone is. What is delivered comes in its order, however it is cut."""
+def test_no_message_has_more_values_than_an_ingress_decodes_at_once() -> None:
+    """Outputs come in their order, however they are split, and an ingress reads each as it was."""
     times = RequestTimings(0.0, 0.0, 0.0)
 
-    def delivery(number: int, num_tokens: int) -> tuple[int, RequestOutput]:
+    def output(number: int, num_tokens: int) -> tuple[int, RequestOutput]:
         experts = ExpertChoices(0, 3, 0, ((1, 2),) * num_tokens)
         return number, RequestOutput((TokenEvent(0, 7),), times, (experts,))
 
-    ready = [delivery(number, size) for number, size in enumerate((1, 600_000, 5, 600_000, 600_000, 1, 800_000, 1, 1))]
+    ready = [output(number, size) for number, size in enumerate((1, 30_000, 5, 4096, 4097, 1, 80_000, 1, 1))]
 
     async def scenario() -> None:
         channel = IngressStream()
@@ -280,12 +282,43 @@ def test_no_message_is_larger_than_a_stream_takes() -> None:
         assert await anext(messages) == KEEPALIVE
         for number, what in ready:
             channel.put(number, what)
-        got: list[tuple[int, RequestOutput | str]] = []
-        while len(got) < len(ready):
-            message = await anext(messages)
-            got += (deliveries := wire.decode_outputs(message))
-            assert len(message) <= MAX_MESSAGE_BYTES or len(deliveries) == 1
-        assert got == ready
+        queues, numbers = [OutputQueue() for _ in ready], list[int]()
+        while len(set(numbers)) < len(ready) or not queues[-1]._filled.is_set():
+            received = wire.decode_outputs(await anext(messages))
+            outputs = [each for _, each in received if isinstance(each, RequestOutput)]
+            assert len(outputs) == 1 or sum(each.num_values for each in outputs) <= MAX_MESSAGE_VALUES
+            assert all(each.num_values <= MAX_MESSAGE_VALUES for each in outputs)
+            for number, each in received:
+                queues[number].put(each)
+                numbers.append(number)
+        assert numbers == sorted(numbers)
+        assert [(number, _joined(await queue.get())) for number, queue in enumerate(queues)] == ready
         await messages.aclose()
 
     asyncio.run(scenario())
+
+
+def test_parts_of_an_output_are_read_with_its_tokens() -> None:
+    times = RequestTimings(0.0, 0.0, 0.0)
+    experts = [ExpertChoices(0, 3, start, ((1, 2),)) for start in range(3)]
+
+    async def scenario() -> None:
+        queue = OutputQueue()
+        reading = asyncio.ensure_future(queue.get())
+        for part in experts[:2]:
+            queue.put(RequestOutput((), times, (part,)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not reading.done()
+        queue.put(RequestOutput((TokenEvent(0, 7),), times, (experts[2],)))
+        assert await reading == RequestOutput((TokenEvent(0, 7),), times, tuple(experts))
+
+    asyncio.run(scenario())
+
+
+def _joined(output: RequestOutput) -> RequestOutput:
+    """Join the expert choices of one layer, which have been split."""
+    ids = tuple(itertools.chain.from_iterable(each.expert_ids for each in output.experts))
+    starts = itertools.accumulate((len(each.expert_ids) for each in output.experts), initial=0)
+    assert [each.start for each in output.experts] == list(starts)[:-1]
+    return output._replace(experts=(output.experts[0]._replace(expert_ids=ids),))

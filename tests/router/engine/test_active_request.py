@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tramontane.proto.request import ExpertChoices, Logprobs, TokenEvent
-from tramontane.router.engine.active_request import PositionBuffer, experts_from, logprobs_from
+from tramontane.router.engine.active_request import PositionBuffer
 
 GAP = re.escape("positions are missing")
 
@@ -20,7 +20,7 @@ def _experts(layer: int, start: int, end: int) -> ExpertChoices:
 
 @pytest.mark.parametrize("num_missing", [1, 2, 9])
 def test_positions_may_begin_anywhere_and_then_have_no_gap(num_missing: int) -> None:
-    held = PositionBuffer(logprobs_from)
+    held = PositionBuffer[Logprobs]()
     held.add(_logprobs(4, 7))
     with pytest.raises(AssertionError, match=GAP):
         held.add(_logprobs(7 + num_missing, 20))
@@ -29,7 +29,7 @@ def test_positions_may_begin_anywhere_and_then_have_no_gap(num_missing: int) -> 
 
 
 def test_what_another_router_has_emitted_is_skipped_and_no_more() -> None:
-    held = PositionBuffer(logprobs_from)
+    held = PositionBuffer[Logprobs]()
     held.skip_to(0, 5)
     with pytest.raises(AssertionError, match=GAP):
         held.add(_logprobs(6, 8))
@@ -38,7 +38,7 @@ def test_what_another_router_has_emitted_is_skipped_and_no_more() -> None:
 
 
 def test_every_layer_has_positions_of_its_own() -> None:
-    held = PositionBuffer(experts_from)
+    held = PositionBuffer[ExpertChoices]()
     held.add(_experts(2, 0, 3), 2)
     held.add(_experts(5, 6, 9), 5)
     with pytest.raises(AssertionError, match=GAP):

@@ -1,6 +1,7 @@
 """The elements of a body are counted without parsing it, and large bodies are parsed in a thread of their own."""
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -90,3 +91,19 @@ def test_a_small_body_is_parsed_by_the_event_loop_and_a_large_one_in_the_thread_
         assert here not in threads
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_bytes", [SMALL_BODY, SMALL_BODY + 1])
+def test_large_work_runs_elsewhere_and_without_the_collector(num_bytes: int) -> None:
+    def work(fails: bool) -> bool:
+        assert (threading.get_ident() != loop_thread) == (num_bytes > SMALL_BODY)
+        if fails:
+            raise ValueError("planted")
+        return gc.isenabled()
+
+    loop_thread = threading.get_ident()
+    assert asyncio.run(run_off_loop(num_bytes, lambda: work(fails=False))) == (num_bytes == SMALL_BODY)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="planted"):
+        asyncio.run(run_off_loop(num_bytes, lambda: work(fails=True)))
+    assert gc.isenabled()

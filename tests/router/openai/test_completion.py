@@ -30,8 +30,8 @@ from tramontane.router.openai.completion_request import CompletionRequest, parse
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.responses import CompletionAnswer
 from tramontane.router.openai.served_model import (
-    MAX_PROMPT_LOGPROBS,
-    MAX_TOTAL_LOGPROBS,
+    MAX_STREAMED_LOGPROBS,
+    MAX_WHOLE_LOGPROBS,
     OFFLOAD_CHARS,
     ServedModel,
     check_model_name,
@@ -439,9 +439,10 @@ def test_logprobs_without_a_tokenizer_are_by_token_id(wordless: ServedModel) -> 
 @pytest.mark.parametrize(
     ("fields", "parameter", "most"),
     [
-        ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_PROMPT_LOGPROBS),
-        ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_PROMPT_LOGPROBS),
-        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_TOTAL_LOGPROBS),
+        ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_WHOLE_LOGPROBS),
+        ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_WHOLE_LOGPROBS),
+        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**14}, "logprobs", MAX_WHOLE_LOGPROBS),
+        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16, "stream": True}, "logprobs", MAX_STREAMED_LOGPROBS),
     ],
 )
 def test_log_probabilities_of_too_many_tokens_are_refused(

@@ -10,7 +10,7 @@ from openai.types.completion_choice import Logprobs as CompletionLogprobs
 from token_pieces import PieceTokenizer
 
 from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
-from tramontane.router.engine.active_request import PositionBuffer, logprobs_from
+from tramontane.router.engine.active_request import PositionBuffer
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
@@ -188,7 +188,7 @@ def test_scores_are_found_by_sequence_and_position() -> None:
 
 
 def test_what_is_received_twice_is_reported_once() -> None:
-    history = PositionBuffer(logprobs_from)
+    history = PositionBuffer[Logprobs]()
 
     def logprobs(seq_id: int, start: int, end: int) -> Logprobs:
         positions = range(start, end)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tramontane.router.openai.chunks import ChatChunkChoice
-from tramontane.router.openai.responses import Answer, ChatChoice, CompletionChoice
+from tramontane.router.openai.responses import MAX_PIECE, Answer, ChatChoice, CompletionChoice, _json_pieces, encode_json, to_json
 
 LOGPROBS = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5}], "text_offset": [0, 1]}
 CHAT_TOKEN = {"token": "a", "logprob": -0.5, "bytes": [97]}
@@ -59,3 +59,14 @@ def test_a_wrong_number_is_refused_in_json_and_not_looked_at_when_an_answer_is_b
     assert any(found[: len(way)] == tuple(way) for found in where), where
     field = str(path[0])
     assert getattr(kind.model_validate(choice), field) is choice[field]
+
+
+@pytest.mark.parametrize("num_items", [0, 1, MAX_PIECE, MAX_PIECE + 1, 3 * MAX_PIECE + 1])
+def test_pieces_of_an_answer_are_the_json_of_the_whole(num_items: int) -> None:
+    top = [None, *({f'"{n}\\é': -n / 7, "\n": -1e-9} for n in range(num_items))]
+    logprobs = {"tokens": ["ü"] * num_items, "top_logprobs": top, "empty": {}, "none": []}
+    choices = [{"index": n, "logprobs": logprobs, "experts": {"3": [(1, 2)] * num_items}} for n in range(num_items)]
+    answer = {"id": "cmpl-1", "choices": choices, "usage": {"total_tokens": num_items}}
+    assert encode_json(answer) == to_json(answer).encode()
+    longest = max(len(to_json(each)) + 1 for each in top)
+    assert max(map(len, _json_pieces(answer, 0))) <= MAX_PIECE * longest
