@@ -17,6 +17,9 @@ T = TypeVar("T")
 MAX_ITEMS = 2**19  # of all lists and objects together
 MAX_GROUPS = 2**15  # lists and objects
 MAX_MEMBERS = 2**15  # of all objects together
+MAX_DIGITS = 511  # of a number; the time to parse one grows with the square of its length
+LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
+DIGITS_TO_ZEROS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else ord(" ") for byte in range(256))
 SMALL_BODY = 2**16  # bytes; too few for more elements, and parsed within a few milliseconds
 SCAN_BYTES = 2**16  # between two moments in which other threads may run
 # One thread, so that the event loop competes with at most one parser for the interpreter lock.
@@ -24,11 +27,12 @@ BODY_POOL = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 
 class ElementCounts(NamedTuple):
-    """Number of commas, of opening brackets and braces, and of colons outside of strings."""
+    """Number of commas, of opening brackets and braces, and of colons outside of strings; whether a number is too long."""
 
     commas: int
     groups: int
     members: int
+    has_long_number: bool = False
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
@@ -59,15 +63,19 @@ def check_elements(body: bytes, what: str = "the body", parameter: str | None = 
     ):
         if number > limit:
             raise ParameterError(f"{what} has more than {limit} {elements}; send fewer at once", parameter)
+    if counts.has_long_number:
+        raise ParameterError(f"{what} has a number of more than {MAX_DIGITS} digits", parameter)
 
 
 def count_elements(body: bytes) -> ElementCounts:
     r"""Count the elements of JSON, up to the first piece of 64 KiB in which a bound is exceeded.
 
+    A number is found to be too long if it is so within a piece, so at the latest where it has twice as many digits.
+
     ``{"a": [1, "2, [3]"], "b\",": 4}`` has 2 commas, 2 groups and 2 members: quotes that are escaped do not end a string.
     """
     commas = groups = members = 0
-    in_string, carried = False, b""
+    in_string, carried, has_long_number = False, b"", False
     for start in range(0, len(body), SCAN_BYTES):
         piece = carried + body[start : start + SCAN_BYTES]
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
@@ -79,6 +87,7 @@ def count_elements(body: bytes) -> ElementCounts:
         commas += outside.count(b",")
         groups += outside.count(b"[") + outside.count(b"{")
         members += outside.count(b":")
-        if commas >= MAX_ITEMS or groups > MAX_GROUPS or members > MAX_MEMBERS:
+        has_long_number = LONG_NUMBER in outside.translate(DIGITS_TO_ZEROS)
+        if commas >= MAX_ITEMS or groups > MAX_GROUPS or members > MAX_MEMBERS or has_long_number:
             break
-    return ElementCounts(commas, groups, members)
+    return ElementCounts(commas, groups, members, has_long_number)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tramontane.proto.errors import ParameterError
 from tramontane.router.openai import body_bounds
 from tramontane.router.openai.body_bounds import (
+    MAX_DIGITS,
     MAX_GROUPS,
     MAX_ITEMS,
     MAX_MEMBERS,
@@ -36,7 +37,7 @@ def _counts(value: Any) -> ElementCounts:  # noqa: ANN401
     if not isinstance(value, list | dict):
         return ElementCounts(0, 0, 0)
     inner = [_counts(each) for each in (value if isinstance(value, list) else value.values())]
-    commas, groups, members = (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    commas, groups, members, _ = (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0, 0)
     return ElementCounts(commas + max(len(value) - 1, 0), groups + 1, members + len(value) * isinstance(value, dict))
 
 
@@ -67,6 +68,17 @@ def test_a_body_with_too_many_elements_is_refused_with_the_bound(body: str, mess
         check_elements(body.encode())
     assert str(refused.value) == message
     check_elements(json.dumps(body).encode())  # in a text nothing counts
+
+
+@pytest.mark.parametrize("start", [0, 1, SMALL_BODY - 100, SMALL_BODY, 3 * SMALL_BODY - 7])
+def test_a_number_with_too_many_digits_is_refused_wherever_it_is(start: int) -> None:
+    def body(num_digits: int, quote: str = "") -> bytes:
+        return f"[{' ' * start}{quote}{'7' * num_digits}{quote},1.5]{' ' * SMALL_BODY}".encode()
+
+    check_elements(body(MAX_DIGITS))
+    check_elements(body(2**12, quote='"'))
+    with pytest.raises(ParameterError, match=f"^the body has a number of more than {MAX_DIGITS} digits$"):
+        check_elements(body(2 * MAX_DIGITS + 2))
 
 
 def test_a_body_may_have_as_many_elements_as_the_bounds_say() -> None:
