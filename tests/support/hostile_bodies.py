@@ -8,7 +8,14 @@ from tramontane.proto import inference_pb2 as pb
 MAX_BODY = 8 * 2**20  # the default of max_body_bytes
 MAX_MESSAGE = 4 * 2**20 - 64  # of gRPC
 PLACE = "VALUE"  # where a value goes in a template
-ITEMS = {"numbers": "1,", "lists": "[1],", "texts": '"",', "objects": "{},", "big numbers": "9" * 4000 + ",", "long numbers": "9" * 500 + ","}
+ITEMS = {
+    "numbers": "1,",
+    "lists": "[1],",
+    "texts": '"",',
+    "objects": "{},",
+    "big numbers": "9" * 4000 + ",",
+    "long numbers": "9" * 500 + ",",
+}
 TEXTS = {"letters": "a", "escapes": "\\n", "quotes": '\\"', "code points": "\\u00e9", "backslashes": "\\\\"}
 FILES = {"line ends": b"\n", "returns": b"\r\n", "boundaries": b"\r\n--a", "lists": b"[1],"}
 SCHEMA = '"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":VALUE}}}'
