@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let a second run of tests starve the workers
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other burn the cores that other lanes need
 
 import pytest
 import ray
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from process_exit import exit_process
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # also where a user's environment says otherwise
 settings.register_profile("without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -17,30 +16,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
-from tramontane.cluster.http.errors import ERROR_HANDLERS, json_error, request_id, request_identity
+from tramontane.cluster.http.errors import (
+    ERROR_HANDLERS,
+    internal_error_handler,
+    json_error,
+    not_found_handler,
+    request_id,
+    request_identity,
+)
 from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME, NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
 from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, sse_events
 from tramontane.cluster.http.static_pages import docs_routes, ui_routes
-from tramontane.proto.errors import DEFECT, ConfigError, OverloadedError
+from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import request_fields
 from tramontane.router.openai.body_bounds import check_elements, run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
 from tramontane.router.openai.chat_request import parse_chat
-from tramontane.router.openai.completion import Completion, no_progress
+from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
 from tramontane.router.openai.responses import Health, MoveExpertsResponse, encode_json
-from tramontane.router.openai.resume_state import ResumeState
+from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -48,12 +53,6 @@ from tramontane.router.tokenization.chat import ChatTemplate
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
-METRICS = (
-    "Ray exports the metrics of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
-    "see Metrics in docs/observability.md"
-)
 
 # Rebalances experts for a load; returns how many experts were loaded for that, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
@@ -103,9 +102,9 @@ class HttpApp:
         """Build the Starlette application."""
         config, routes = self._config, self._routes()
         handlers: dict[Any, ExceptionHandler] = {
-            HTTPException: _not_found_handler(routes),
+            HTTPException: not_found_handler(routes),
             **ERROR_HANDLERS,
-            Exception: _internal_error_handler(config.sends_request_id),
+            Exception: internal_error_handler(config.sends_request_id),
         }
         middleware = [
             Middleware(NodeAnnouncer, config.node, config.model_digest),
@@ -267,36 +266,3 @@ def _parse_expert_load(body: bytes) -> ExpertLoad:
         return parse_load(json.loads(body.decode()))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"the body must be JSON with {KEY}: a list of whole numbers for each layer") from error
-
-
-def _not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Make the handler for paths that do not exist, and for methods that a path does not have."""
-
-    async def answer(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        path = f"{request.url.path!r:.100}"
-        if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
-            advice = METRICS if request.url.path.rstrip("/").endswith("/metrics") else OTHER_PATHS
-            return json_error(error.status_code, f"{path} is not here; {advice}", "invalid_request_error")
-        methods = _methods(routes, request)  # of all routes with this path; the error has those of one
-        message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
-        return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
-
-    return answer
-
-
-def _methods(routes: Sequence[Route], request: Request) -> list[str]:
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in route.methods or ()})
-
-
-def _internal_error_handler(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer(request: Request, error: Exception) -> Response:
-        failed_id = request_id(request)
-        logger.error("request %s failed by a defect of the server", failed_id, exc_info=error, extra=request_fields(failed_id))
-        headers = (
-            {"x-request-id": failed_id} if sends_request_id else {}
-        )  # AuthMiddleware is further inside, and does not see this
-        return json_error(500, DEFECT, "server_error", headers=headers)
-
-    return answer

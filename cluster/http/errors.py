@@ -1,17 +1,19 @@
 """Error responses in OpenAI's shape, with the status of each error."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
-from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
+from tramontane.proto.errors import DEFECT, DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import Identity, request_fields
 from tramontane.router.openai.errors import HttpErrorSpec, error_body, http_error_for
 from tramontane.router.openai.responses import ErrorType
@@ -19,6 +21,11 @@ from tramontane.router.openai.responses import ErrorType
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
+METRICS = (
+    "Ray exports the metrics of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
+    "see Metrics in docs/observability.md"
+)
 DRAIN_RETRY_S = "5"  # another server may have taken over by then
 
 
@@ -85,3 +92,36 @@ def json_error(
 ) -> JSONResponse:
     """Return an error response in OpenAI's shape."""
     return JSONResponse(error_body(message, type, param, code), status, headers)
+
+
+def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Make the handler for paths that do not exist, and for methods that a path does not have."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = f"{request.url.path!r:.100}"
+        if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
+            advice = METRICS if request.url.path.rstrip("/").endswith("/metrics") else OTHER_PATHS
+            return json_error(error.status_code, f"{path} is not here; {advice}", "invalid_request_error")
+        methods = _methods(routes, request)  # of all routes with this path; the error has those of one
+        message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
+        return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
+
+    return answer
+
+
+def _methods(routes: Sequence[Route], request: Request) -> list[str]:
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
+def internal_error_handler(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Make the handler for defects. ``sends_request_id``: see ``AuthMiddleware``, which does not see this response."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        failed_id = request_id(request)
+        logger.error("request %s failed by a defect of the server", failed_id, exc_info=error, extra=request_fields(failed_id))
+        headers = {"x-request-id": failed_id} if sends_request_id else {}
+        return json_error(500, DEFECT, "server_error", headers=headers)
+
+    return answer

@@ -13,12 +13,12 @@ from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, CompletionChange
-from tramontane.router.openai.completion import ChoiceBuilder, Completion, ProgressCallback, no_progress
+from tramontane.router.openai.completion import ChoiceBuilder, Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall
-from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ResumeState
+from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
 from tramontane.router.structured.validator import run_in_grammar_pool

@@ -1,7 +1,7 @@
 """``/v1/completions`` without HTTP: from a parsed request to OpenAI's objects, whole or streamed."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from tramontane.router.openai.logprobs import (
     prompt_tokens,
 )
 from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
-from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
+from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_prompts, validate_request
 from tramontane.router.structured.grammar import build_grammar
 from tramontane.router.structured.validator import run_in_grammar_pool
@@ -61,12 +61,6 @@ class ChoiceBuilder:
 
 
 BYTES_PER_VALUE = 40  # of JSON, for one log-probability with its token; an expert id takes less
-# Gets updates, changes, and about how many bytes of JSON the changes are.
-ProgressCallback = Callable[[list[ChoiceUpdate], list[CompletionChange], int], Awaitable[None]]
-
-
-async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionChange], _num_bytes: int) -> None:
-    """Ignore the progress of an answer that is not streamed."""
 
 
 class Completion:

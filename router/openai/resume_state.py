@@ -3,16 +3,23 @@
 import secrets
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tramontane.proto.request import FinishReason
+from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.logprobs import TokenWithLogprobs
 
 # What one message adds to a choice: its index, the new tokens, how it finished, and all tokens whose log-probabilities wait for
 # text that is held back. A plain tuple, because one is pickled for every message.
 ChoiceUpdate = tuple[int, list[int], FinishReason | None, list[TokenWithLogprobs]]
+# Gets updates, changes, and about how many bytes of JSON the changes are.
+ProgressCallback = Callable[[list[ChoiceUpdate], list[CompletionChange], int], Awaitable[None]]
+
+
+async def no_progress(_updates: list[ChoiceUpdate], _changes: list[CompletionChange], _num_bytes: int) -> None:
+    """Ignore the progress of an answer that is not streamed."""
 
 
 @dataclass(slots=True)
