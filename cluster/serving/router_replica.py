@@ -30,7 +30,7 @@ from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
-from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
@@ -156,7 +156,7 @@ class RouterReplica:
         is_complete = len(by_layer) == args.n_layers  # a stage that is loading has none
         return (tuple(tokens for _, tokens in sorted(by_layer.items())) if is_complete else None), self._name
 
-    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+    async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
         """Return this pipeline's part of ``GET /activity``, None if it is not driven now, and this router's name.
 
         ``after``: by pipeline, see ``ActivityLog.as_data``.
@@ -164,17 +164,18 @@ class RouterReplica:
         if not self._router.is_attached:
             return None, self._name
         scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
-        state = {
-            "name": name,
-            "stages": [{"label": stage.label, "stage": stage.stage_id} for stage in plan.stages],
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "pages_held": scheduler.allocator.num_held,
-            "pages": scheduler.allocator.num_pages,
-            "epoch": scheduler.epoch,
-            "recoveries": self._router.health.num_recoveries,
-        }
-        return state | self._activity.as_data(len(plan.stages), after.get(name)), self._name
+        activity = PipelineActivity(
+            name=name,
+            stages=[StageInfo(label=stage.label, stage=stage.stage_id) for stage in plan.stages],
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            pages_held=scheduler.allocator.num_held,
+            pages=scheduler.allocator.num_pages,
+            epoch=scheduler.epoch,
+            recoveries=self._router.health.num_recoveries,
+            **self._activity.as_data(len(plan.stages), after.get(name)),
+        )
+        return activity, self._name
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
         """Follow a plan for this load; return how many experts were loaded or why none were, and this router's name."""
