@@ -20,12 +20,12 @@ from tramontane.cluster.actors.lease import actor_holder_name
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.weights.checkpoint import Fingerprint
 
@@ -64,7 +64,7 @@ async def adopt_or_create_pipeline(
     """
     deadline = time.monotonic() + nodes_timeout_s
     holder = actor_holder_name(deployed_at)
-    for attempt in itertools.count(1):
+    for delay_s in backoff_delays(RETRY_S, MAX_RETRY_S):
         existing = _pipelines(re.escape(prefix))
         for name in _rotate(existing, first_number):
             async with AsyncExitStack() as stack:
@@ -98,7 +98,7 @@ async def adopt_or_create_pipeline(
                     break  # an existing pipeline is free now
                 yield spec, chain
                 return
-        await Backoff(RETRY_S, MAX_RETRY_S).wait(attempt)
+        await asyncio.sleep(delay_s)
 
 
 def _is_driven(error: LeaseError) -> bool:

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
 from tramontane.proto import errors
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.request import SequenceRequest
 
 NEW_VERSION_TIMEOUT_S = 120.0  # for a version that was announced, and for an old router if only that could continue a request
 ADMISSION_TIMEOUT_S = 50.0  # a request that no router has accepted can still be refused, and may find another server
 MAX_LOSSES = 10  # of routers that had accepted a request and sent no token of it: it may be what they die of
-RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``Backoff``
+RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``backoff_delays``
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
 FULL_TTL_S = 0.25  # how long "this router is full", or all are, is believed, unless a request ends before
 NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
@@ -30,14 +30,14 @@ class FailoverBudget:
 
     def __init__(self, *, was_accepted: bool = False) -> None:
         self.reset()
-        self._backoff = Backoff(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
         self.without_router_since = asyncio.get_running_loop().time()
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
         """Forget all failures: the request has made progress."""
         self._failing_since: float | None = None
-        self._num_losses = self._num_attempts = 0
+        self._num_losses = 0
+        self._delays = backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
 
     def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.
@@ -72,8 +72,7 @@ class FailoverBudget:
 
     async def backoff(self) -> None:
         """Wait until the next attempt."""
-        self._num_attempts += 1
-        await self._backoff.wait(self._num_attempts)
+        await asyncio.sleep(next(self._delays))
 
 
 @dataclass(frozen=True, slots=True)
