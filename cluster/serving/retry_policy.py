@@ -164,6 +164,34 @@ class RecentRefusals:
                 refusals.pop(replica, None)
 
 
+class RouterSearch:
+    """The routers that have refused one request, while another one is looked for.
+
+    Routers that have just refused another request are asked only if there are no others. A pipeline that is being fenced
+    again gets the request, which then waits, only if no other router accepts it.
+    """
+
+    def __init__(self, recent: RecentRefusals, first: SequenceRequest) -> None:
+        self._recent, self._first, self.may_wait = recent, first, False
+        self.refused = recent.matching(first)  # by replica
+
+    def add(self, replica: str, error: errors.TramontaneError, *, had_choice: bool) -> errors.TramontaneError | None:
+        """Note a refusal; return the reason if no router is left. ``had_choice``: the call was not for this router only."""
+        has_others = replica not in self.refused or not had_choice
+        self.refused[replica] = error
+        self._recent.add(replica, error, self._first)
+        if not has_others:
+            recovering = [each for each, refusal in self.refused.items() if isinstance(refusal, errors.PipelineRecoveringError)]
+            if self.may_wait or not recovering:
+                return most_useful_error(self.refused.values())
+            self.may_wait = True
+            for each in recovering:
+                del self.refused[each]
+        if not self.may_wait:  # others' requests may have been refused since
+            self.refused = self._recent.matching(self._first) | self.refused
+        return None
+
+
 def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.TramontaneError:
     """Choose among several routers' refusals: a version that is to come, then a queue with room soon, last another model."""
 
