@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ import openai
 import pytest
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 from http_fuzz import check_error
-from postgres import new_database, postgres
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
@@ -56,21 +55,6 @@ class BatchServer:
     service: BatchService
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    if request.param == "postgresql":
-        harness.database = new_database(request.getfixturevalue("postgres_url"))
-    yield harness
-    harness.close()
 
 
 @asynccontextmanager
