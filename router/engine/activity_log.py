@@ -21,6 +21,9 @@ MAX_WAITS = 4096  # first tokens, and as many further ones
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
 
 
+StageWork = tuple[int, float, float, float]  # of a micro-batch: see ``MicroBatchActivity``
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -50,7 +53,7 @@ class MicroBatchActivity(_Model):
     epoch: int
     prefill_tokens: int
     decodes: int
-    stages: list[tuple[int, float, float, float]]
+    stages: list[StageWork]
 
 
 class PipelineActivity(_Model):
@@ -82,37 +85,20 @@ class Activity(_Model):
     pipelines: list[PipelineActivity]
 
 
-class StageWork(NamedTuple):
-    """The work of one stage for a micro-batch, by that stage's own clock (seconds since 1970); see ``StageTiming``."""
-
-    stage_id: int
-    started_at: float
-    busy_s: float
-    elapsed_s: float
-
-
 class MicroBatchRecord(NamedTuple):
-    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970). ``number`` counts from 1."""
+    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970); see ``MicroBatchActivity``.
+
+    ``number`` counts from 1.
+    """
 
     number: int
-    at: float
+    step: int
     epoch: int
-    step_id: int
     prefill_tokens: int
-    num_decodes: int
+    decodes: int
+    stages: list[StageWork]
+    at: float
     num_sampled: int
-    stages: tuple[StageWork, ...]
-
-    def as_activity(self) -> MicroBatchActivity:
-        """Return what clients see of it."""
-        return MicroBatchActivity(
-            number=self.number,
-            step=self.step_id,
-            epoch=self.epoch,
-            prefill_tokens=self.prefill_tokens,
-            decodes=self.num_decodes,
-            stages=list(self.stages),
-        )
 
 
 class ActivityLog:
@@ -130,10 +116,10 @@ class ActivityLog:
         """Record a completed micro-batch."""
         self._number += 1
         prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
-        works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings]
-        at, num_decodes, num_sampled = self._clock(), len(batch.decodes.seq_ids), len(result.token_ids)
-        counts = prefill_tokens, num_decodes, num_sampled
-        self._batches.append(MicroBatchRecord(self._number, at, batch.epoch, batch.step_id, *counts, tuple(works)))
+        works = [(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings]
+        work = prefill_tokens, len(batch.decodes.seq_ids), works
+        record = MicroBatchRecord(self._number, batch.step_id, batch.epoch, *work, self._clock(), len(result.token_ids))
+        self._batches.append(record)
         self._num_records += 1 + len(works)
         while self._num_records > MAX_RECORDS:
             self._num_records -= 1 + len(self._batches.popleft().stages)
@@ -164,7 +150,7 @@ class ActivityLog:
             **self._shares(now, num_stages),
             "first_token_s": _percentiles(self._first_tokens, now),
             "inter_token_s": _percentiles(self._later_tokens, now),
-            "micro_batches": [batch.as_activity() for batch in batches],
+            "micro_batches": [MicroBatchActivity.model_validate(batch, from_attributes=True) for batch in batches],
             "last": batches[-1].number if batches else self._number,
         }
 
@@ -182,8 +168,8 @@ class ActivityLog:
         has_dropped = bool(self._batches) and self._batches[0].number > 1
         span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0)
         recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
-        for work in chain.from_iterable(batch.stages for batch in recent):
-            busy_s[work.stage_id] += work.busy_s
+        for stage_id, _, stage_busy_s, _ in chain.from_iterable(batch.stages for batch in recent):
+            busy_s[stage_id] += stage_busy_s
         num_sampled = sum(batch.num_sampled for batch in recent)
         return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
 
