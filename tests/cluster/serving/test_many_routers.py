@@ -353,6 +353,22 @@ def test_a_consumer_that_takes_its_time_does_not_make_a_router_silent() -> None:
     run_in_virtual_time(scenario())
 
 
+def test_a_router_is_silent_also_after_a_consumer_took_its_time() -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        yield KEEPALIVE
+        await asyncio.sleep(10.0)
+        yield b"late"
+
+    async def scenario() -> None:
+        received = with_idle_timeout(messages(), 5.0)
+        assert await anext(received) == KEEPALIVE
+        await asyncio.sleep(20.0)
+        with pytest.raises(TimeoutError):
+            await anext(received)
+
+    run_in_virtual_time(scenario())
+
+
 def test_a_router_that_was_silent_gets_requests_again_after_some_time() -> None:
     """It may only have been cut off; the other one has its share until then."""
 
