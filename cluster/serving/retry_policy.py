@@ -25,6 +25,7 @@ NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does n
 class FailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
+    Which error ends a request, and after how long, depends on what routers have answered; only the delays are common ones.
     ``without_router_since``: when the request lost its router, by the event loop's clock; before that, when it arrived.
     """
 
