@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +97,7 @@ BANNED_IN_PACKAGE = {"router.scheduling": {"asyncio", "time"}, "cluster.http": {
 MAX_MODULES, MAX_LINES = 16, 300
 GENERATED = {"proto.inference_pb2", "proto.inference_pb2_grpc"}  # of which the size rules say nothing
 USES_PRIVATE_NAMES = "cluster.ray_internals"  # the only package that uses private names of Ray
+NAMED_TUPLE_METHODS = {"_asdict", "_make", "_replace"}
 FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "quantized_gemv": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
@@ -306,26 +307,46 @@ def table_differences(page: str, packages: Mapping[str, set[str]]) -> list[str]:
     return found
 
 
-def private_names(source: str) -> list[str]:
+def private_names(source: str, ours: Collection[str] = ()) -> list[str]:
     """Private names of Ray that a module's source imports, or reaches through a name that it imported, one line each.
 
-    Also private keywords that it passes, if it uses Ray at all; ``ray.init`` takes any keyword, so no table can have those.
+    If it uses Ray at all, also private keywords that it passes, and private attributes that it does not define itself. Those
+    of ``self`` and ``cls`` may be inherited from a class of ours; ``ours`` are the names that all our modules define.
+    ``ray.init`` takes any keyword, so no table can have those.
     """
     tree = ast.parse(source)
     imports = _Imports()
     imports.visit(tree)
     found = [(line, name) for line, name, _ in imports.found]
-    bound, uses_ray = _names_of_ray(tree), any(name.split(".")[0] == "ray" for _, name in found)
+    uses_ray = any(name.split(".")[0] == "ray" or name.startswith("tramontane.cluster.ray_internals") for _, name in found)
+    bound, defined = _names_of_ray(tree), defined_names(tree) | NAMED_TUPLE_METHODS
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root, _, rest = ast.unparse(node).partition(".")
-            found.append((node.lineno, f"{bound.get(root, root)}.{rest}"))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
-            root, _, rest = ast.unparse(node.args[0]).partition(".")
-            found.append((node.lineno, f"{bound.get(root, root)}.{rest}.{node.args[1].value}"))
+        if (accessed := _accessed_attribute(node)) is not None:
+            line, owner, name = accessed
+            root, _, rest = owner.partition(".")
+            found.append((line, f"{bound.get(root, root)}.{rest}.{name}"))
+            is_ours = name in defined or (owner in ("self", "cls", "super()") and name in ours)
+            found += [] if is_ours or not uses_ray else [(line, f"ray.{name}")]
         elif isinstance(node, ast.Call) and uses_ray and ast.unparse(node.func) != "ray.init":
             found += [(node.lineno, f"ray.{keyword.arg}") for keyword in node.keywords if keyword.arg]
     return [f"line {line}: {name}" for line, name in found if _is_private(name)]
+
+
+def _accessed_attribute(node: ast.AST) -> tuple[int, str, str] | None:
+    """The line, ``x.y`` and ``z`` of ``x.y.z`` and of ``getattr(x.y, "z")``."""
+    if isinstance(node, ast.Attribute):
+        return node.lineno, ast.unparse(node.value), node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+        return node.lineno, ast.unparse(node.args[0]), str(node.args[1].value)
+    return None
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """The names that a module defines, or gives to attributes."""
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def _names_of_ray(tree: ast.AST) -> dict[str, str]:
@@ -402,11 +423,10 @@ def test_a_planted_change_of_the_table_is_found(row: str, planted: str, differen
 
 
 def test_one_package_uses_private_names_of_ray() -> None:
-    found: dict[str, list[str]] = {}
-    for room in MAY_IMPORT:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            if path.parent != ROOT / USES_PRIVATE_NAMES.replace(".", "/"):
-                found[str(path.relative_to(ROOT))] = private_names(path.read_text(encoding="utf-8"))
+    sources = {path: path.read_text(encoding="utf-8") for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))}
+    ours = set().union(*(defined_names(ast.parse(source)) for source in sources.values()))
+    others = {path: text for path, text in sources.items() if path.parent != ROOT / USES_PRIVATE_NAMES.replace(".", "/")}
+    found = {str(path.relative_to(ROOT)): private_names(text, ours) for path, text in others.items()}
     assert len(found) > 200
     assert not {name: lines for name, lines in found.items() if lines}
 
@@ -430,6 +450,11 @@ def test_one_package_uses_private_names_of_ray() -> None:
         "import ray\nx = getattr(ray, '_private')",
         "from importlib import import_module\nx = import_module('ray.serve._private.replica')",
         "from ray import serve\nserve.get_deployment_handle('A').options(_by_reference=True)",
+        "from ray import serve\nhandle = serve.get_deployment_handle('A')\nhandle._init()",
+        "import ray\nkey = actors[0]._actor_id.hex()",
+        "from ray.serve.request_router import RequestRouter\nclass A(RequestRouter):\n    def f(self): return self._replicas",
+        "from tramontane.cluster.ray_internals.table import QUEUE\nx = QUEUE.value()._message_queue",
+        "import ray\nx = getattr(actor, '_actor_id')",
     ],
 )
 def test_a_planted_private_name_is_found(source: str) -> None:
@@ -437,10 +462,14 @@ def test_a_planted_private_name_is_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import ray.util", "from ray.serve import config", "a._b", "a(_b=1)", "import ray\nray.init(_b=1)"]
+    "source",
+    [
+        *("import ray.util", "from ray.serve import config", "a._b", "a(_b=1)", "import ray\nray.init(_b=1)"),
+        *("import ray\na._asdict()", "import ray\nself._ours()", "import ray\nself._b = 1\na._b", "import ray\na.__class__"),
+    ],
 )
 def test_public_names_of_ray_are_allowed(source: str) -> None:
-    assert not private_names(source)
+    assert not private_names(source, {"_ours"})
 
 
 def test_no_module_and_no_package_imports_itself_by_way_of_others() -> None:

@@ -1,5 +1,6 @@
 """The Ray actor that holds experts outside the stages, and the movement of experts between such actors."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -8,7 +9,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, PipelineSpec, WorkerSettings
 from tramontane.cluster.actors.stage_actor import bundle_options
@@ -161,10 +161,13 @@ def _call_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
 
 def _call_with_retry(name: str, method: str, *arguments: object) -> None:
     """Call an actor, again while it restarts. Raises PipelineError after MAX_ATTEMPTS."""
-    again = retry_if_exception_type(RayActorError)
-    try:
-        for attempt in Retrying(retry=again, stop=stop_after_attempt(MAX_ATTEMPTS), wait=wait_fixed(RETRY_S)):
-            with attempt:
-                ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
-    except RetryError as error:
-        raise PipelineError(f"{name} was unavailable {MAX_ATTEMPTS} times in a row, so experts are not moved further") from error
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
+            return
+        except RayActorError as error:
+            if attempt == MAX_ATTEMPTS:
+                raise PipelineError(
+                    f"{name} was unavailable {MAX_ATTEMPTS} times in a row, so experts are not moved further"
+                ) from error
+        time.sleep(RETRY_S)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,33 +11,33 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
-from tenacity import retry, retry_if_exception_type, stop_after_delay
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.periodic import run_periodically
 from tramontane.cluster.common.ray_api import ray_error_message
+from tramontane.proto.backoff import backoff_delays
 
 RENEW_INTERVAL_S = 2.0
 LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
 MAX_MISSED_CALLS = 15  # in a row; then its process is killed even if it is not stopped
 MAX_FURTHER_CALLS = 5  # after which the call fails
 RETRY_TIMEOUT_S = 30.0
-RETRY = Backoff(first_s=0.2, max_s=2.0)
+RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 2.0
 
 logger = logging.getLogger(__name__)
 
 
-@retry(
-    retry=retry_if_exception_type(ActorUnavailableError),
-    stop=stop_after_delay(RETRY_TIMEOUT_S),
-    wait=lambda state: RETRY.delay_s(state.attempt_number),
-    reraise=True,
-)
 async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor returns
     """Await a call that may safely be made twice, again while the supervisor restarts. Raises RayError."""
-    return await call()
+    deadline = time.monotonic() + RETRY_TIMEOUT_S
+    for delay_s in backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S):
+        try:
+            return await call()
+        except ActorUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(delay_s)
 
 
 async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:  # noqa: ANN401

@@ -19,7 +19,7 @@ from tramontane.cluster.console.options import Json, flag, option
 from tramontane.cluster.console.output_files import check_replaceable
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
-from tramontane.router.batch.store import LineError, summarize_line_errors
+from tramontane.router.batch.store import BatchError, summarize_line_errors
 
 RATE_WINDOW_S = 60.0
 MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
@@ -195,5 +195,5 @@ def _line(job: dict[str, Any]) -> str:
 
 def _why_failed(job: dict[str, Any]) -> str:
     errors = (job["errors"] or {"data": []})["data"]
-    problems = [LineError(each["line"], each["code"], each["message"]) for each in errors]
+    problems = [BatchError(code=each["code"], message=each["message"], line=each["line"], param=None) for each in errors]
     return summarize_line_errors(problems, job["request_counts"]["total"])

@@ -10,7 +10,7 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import ExpertId
 
 ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
-KEY, PIPELINES = "tokens_per_expert", "pipelines"
+KEY = "tokens_per_expert"
 MAX_TOKENS = 2**53  # of one expert: larger integers are not exact in JSON
 NO_EXPERTS = "no_experts"  # the error code of GET /experts
 
@@ -29,14 +29,10 @@ class MeasuredLoad:
         by_layer = zip(*all_loads, strict=True)
         return cls(tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_layer), len(all_loads))
 
-    def as_data(self) -> dict[str, object]:
-        """Return the form that ``from_data`` and ``parse_load`` read."""
-        return load_as_data(self.tokens) | {PIPELINES: self.num_pipelines}
-
     @classmethod
     def from_data(cls, data: Any) -> Self:  # noqa: ANN401 - whatever came as JSON
-        """Read the form of ``as_data``. Raises ValueError, TypeError or LookupError for anything else."""
-        tokens, num_pipelines = parse_load(data), data[PIPELINES]
+        """Read the answer of ``GET /experts``. Raises ValueError, TypeError or LookupError for anything else."""
+        tokens, num_pipelines = parse_load(data), data["pipelines"]
         lengths = {len(row) for row in tokens}
         if len(lengths) != 1 or 0 in lengths or type(num_pipelines) is not int:
             raise ValueError("no load of experts")

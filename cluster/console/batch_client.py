@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import httpx
 
 from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import ConfigError, PipelineError
 
 TIMEOUT = httpx.Timeout(30.0, read=600.0)  # the server stores a job of a million lines before it answers
@@ -193,7 +194,7 @@ class BatchClient:
         return num_lines
 
     def _with_retries(self, send: Callable[[], httpx.Response]) -> Job:
-        wait, failing_since = MIN_WAIT_S, None
+        delays, failing_since = backoff_delays(MIN_WAIT_S, MAX_WAIT_S), None
         while True:
             try:
                 answer = send()
@@ -209,14 +210,13 @@ class BatchClient:
                         f"nothing answers at --url {self._http.base_url}: {why}; is tramontane serve running there? "
                         "If it is elsewhere, give its --url"
                     ) from error
+                if failing_since is None:
+                    self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
                 is_busy = isinstance(error, _RetryLater) and error.is_busy
                 failing_since = time.monotonic() if failing_since is None or is_busy else failing_since
                 if time.monotonic() - failing_since > RETRY_TIMEOUT_S:
                     raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
-                if wait == MIN_WAIT_S:
-                    self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
-            time.sleep(wait)
-            wait = min(2 * wait, MAX_WAIT_S)
+            time.sleep(next(delays))
 
     def _raise_for_status(self, answer: httpx.Response) -> None:
         raise_if_unauthorized(self._http, answer)

@@ -4,19 +4,18 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import ParameterError
 from tramontane.router.batch.schema import check_query
-from tramontane.router.engine.activity_log import Activity
+from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
 AfterByPipeline = Mapping[str, int]  # the number of the last micro-batch that the client knows, by pipeline
-GetActivity = Callable[[AfterByPipeline], Awaitable[list[dict[str, Any]]]]
+GetActivity = Callable[[AfterByPipeline], Awaitable[list[PipelineActivity]]]
 
 AFTER = re.compile(r"(.+):([0-9]{1,15})")
 MAX_AFTER = 1000  # pipelines
@@ -49,7 +48,8 @@ class ActivityEndpoint:
         check_query(request.query_params, "after")
         after = _parse_after(request.query_params.getlist("after"))
         pipelines = await self._get_activity(after)
-        return JSONResponse({"now": time.time(), "pipelines": pipelines})
+        activity = Activity(now=time.time(), pipelines=pipelines)
+        return Response(activity.model_dump_json(), media_type="application/json")
 
 
 def _parse_after(given: Sequence[str]) -> AfterByPipeline:

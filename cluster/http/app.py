@@ -44,7 +44,7 @@ from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
-from tramontane.router.openai.responses import Health, MoveExpertsResponse, encode_json
+from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, encode_json
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -162,7 +162,8 @@ class HttpApp:
             return json_error(503, "no pipeline can report its load now", "server_error", headers={"retry-after": "1"})
         if not load.tokens:
             return json_error(404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS)
-        return JSONResponse(load.as_data())
+        tokens = [list(layer) for layer in load.tokens]
+        return JSONResponse(ExpertTokens(tokens_per_expert=tokens, pipelines=load.num_pipelines).as_json())
 
     async def _rebalance_experts(self, request: Request) -> Response:
         assert self._config.move_experts is not None

@@ -4,8 +4,9 @@ import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -21,6 +22,7 @@ from tramontane.router.batch import schema
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import PIECE
 from tramontane.router.batch.store import StoredJob
+from tramontane.router.openai.responses import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +38,36 @@ BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": schema.MAX_
 RESULTS_QUERY = {"offset": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}}
 BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 
+
+class FileUpload(BaseModel):
+    """Form of ``POST /v1/files``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    purpose: Literal["batch"]
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+
+
+class DeletedFile(Answer):
+    """Response to the deletion of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
 BATCH_OPERATIONS: Operations = MappingProxyType(
     {
         ("POST", "/v1/files"): Operation(
             "Store a file of requests",
             schema.StoredFile,
             (400, 408, 413, 429, 503),
-            schema.FileUpload,
+            FileUpload,
             body_type="multipart/form-data",
         ),
         ("GET", "/v1/files"): Operation("The files", schema.FileList, (400, 404, 503), query=FILE_QUERY),
         ("GET", "/v1/files/{file_id}"): Operation("A file", schema.StoredFile, (404, 503)),
-        ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", schema.DeletedFile, (404, 503)),
+        ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", DeletedFile, (404, 503)),
         ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", errors=(404, 503), answer_type=JSONL),
         ("POST", "/v1/batches"): Operation(
             "Start a batch job", schema.Batch, (400, 404, 408, 413, 429, 503), schema.BatchRequest, BATCH_EXAMPLE
@@ -103,7 +123,7 @@ class BatchEndpoints:
             record = await service.upload(file.filename or "file", "batch", _pieces(file.file))
         finally:
             await form.close()
-        return JSONResponse(schema.file_object(record, self._keep_s))
+        return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
 
     async def list_files(self, request: Request) -> Response:
         """Answer ``GET /v1/files``."""
@@ -114,17 +134,18 @@ class BatchEndpoints:
         if "\0" in (purpose := query.get("purpose", "")):
             raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
         files = await self._service(request).list_files(limit + 1, query.get("after"), purpose or None, newest_first)
-        return JSONResponse(schema.paginate([schema.file_object(file, self._keep_s) for file in files], limit))
+        return JSONResponse(schema.FileList.of([schema.file_answer(file, self._keep_s) for file in files], limit).as_json())
 
     async def file(self, request: Request) -> Response:
         """Answer ``GET /v1/files/{file_id}``."""
-        return JSONResponse(schema.file_object(await self._service(request).file(request.path_params["file_id"]), self._keep_s))
+        record = await self._service(request).file(request.path_params["file_id"])
+        return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
 
     async def delete_file(self, request: Request) -> Response:
         """Answer ``DELETE /v1/files/{file_id}``."""
         file_id = request.path_params["file_id"]
         await self._service(request).delete_file(file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return JSONResponse(DeletedFile(id=file_id, object="file", deleted=True).as_json())
 
     async def content(self, request: Request) -> Response:
         """Answer ``GET /v1/files/{file_id}/content``."""
@@ -145,7 +166,7 @@ class BatchEndpoints:
         schema.check_query(request.query_params, "limit", "after")
         limit = schema.parse_limit(request.query_params, 20, schema.MAX_LIST)
         jobs = await self._service(request).list_stored(limit + 1, request.query_params.get("after"))
-        return JSONResponse(schema.paginate([schema.batch_object(job, self._keep_s) for job in jobs], limit))
+        return JSONResponse(schema.BatchList.of([schema.batch_answer(job, self._keep_s) for job in jobs], limit).as_json())
 
     async def batch(self, request: Request) -> Response:
         """Answer ``GET /v1/batches/{job_id}``."""
@@ -168,7 +189,7 @@ class BatchEndpoints:
         return StreamingResponse(lines, media_type=JSONL)
 
     def _batch(self, job: StoredJob) -> Response:
-        return JSONResponse(schema.batch_object(job, self._keep_s))
+        return JSONResponse(schema.batch_answer(job, self._keep_s).as_json())
 
 
 def _min_file_size(request: Request) -> int:

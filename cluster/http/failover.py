@@ -95,7 +95,10 @@ def _request_id(scope: Scope) -> str:
 
 
 class _FailoverBudget:
-    """Decides how often, and when, another ingress gets a response to continue."""
+    """Decides how often, and when, another ingress gets a response to continue.
+
+    The pauses are few and fixed: their number bounds the attempts, and a client waits.
+    """
 
     def __init__(self) -> None:
         self._num_updates = self._num_ingresses = 0

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from tramontane.router.openai import responses as responses
+from tramontane.router.openai import responses
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from tramontane.router.openai.served_model import Model, ModelList
+from tramontane.router.openai.tokenize import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 
@@ -61,13 +62,13 @@ OPERATIONS: Operations = MappingProxyType(
         ("POST", "/v1/chat/completions"): Operation(
             "Answer in a conversation", responses.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
         ),
-        ("GET", "/v1/models"): Operation("The model that is served, as a list", responses.ModelList),
-        ("GET", "/v1/models/{name}"): Operation("The model that is served", responses.Model, (404,)),
+        ("GET", "/v1/models"): Operation("The model that is served, as a list", ModelList),
+        ("GET", "/v1/models/{name}"): Operation("The model that is served", Model, (404,)),
         ("POST", "/tokenize"): Operation(
-            "Token ids of a text or a conversation", responses.Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}
+            "Token ids of a text or a conversation", Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}
         ),
         ("POST", "/detokenize"): Operation(
-            "The text of token ids", responses.Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
+            "The text of token ids", Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
         ),
         ("GET", "/health"): Operation("Whether tokens can be made now", responses.Health, (503,)),
         ("GET", "/experts"): Operation("Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)),

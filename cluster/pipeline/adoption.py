@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -20,12 +20,12 @@ from tramontane.cluster.actors.lease import actor_holder_name
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.weights.checkpoint import Fingerprint
 
@@ -35,6 +35,8 @@ RETRY_S, MAX_RETRY_S = 0.2, 2.0
 MAX_DOUBLINGS = 16
 NODES_POLL_S = 2.0  # while nodes may still join
 VERSION = "[0-9a-f]{8}"
+
+Driven = tuple[PipelineSpec, ObjectStoreStageChain]
 
 
 def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
@@ -53,7 +55,7 @@ async def adopt_or_create_pipeline(
     deployed_at: int = 0,
     nodes_timeout_s: float = 0.0,
     first_number: int = 0,
-) -> AsyncIterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
+) -> AsyncIterator[Driven]:
     """Drive a pipeline with this prefix that no router of this deployment drives, unchanged, or else a new one.
 
     The cluster may have changed since a pipeline was created, or have no free resources to plan with, so
@@ -62,43 +64,59 @@ async def adopt_or_create_pipeline(
     for the plan is probed again. ``first_number``: the number of the pipeline that is claimed first; where routers that
     start together have different ones, each first claim succeeds. Raises what ``new_spec`` and ``running_pipeline`` raise.
     """
-    deadline = time.monotonic() + nodes_timeout_s
-    holder = actor_holder_name(deployed_at)
-    for attempt in itertools.count(1):
-        existing = _pipelines(re.escape(prefix))
-        for name in _rotate(existing, first_number):
-            async with AsyncExitStack() as stack:
-                try:
-                    spec = await _specification(name)
-                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder, first_number))
-                    chain = await stack.enter_async_context(running)
-                except LeaseError as error:
-                    # The normal case: all existing pipelines are driven, if another one is needed.
-                    logger.log(logging.INFO if _is_driven(error) else logging.WARNING, "%s", error)
-                    continue
-                yield spec, chain
-                return
-        try:
-            new = await asyncio.to_thread(new_spec)
-        except TooFewNodesError as error:
-            if time.monotonic() >= deadline:
-                raise
-            logger.info("waiting up to %.0f s more for nodes: %s", deadline - time.monotonic(), error)
-            await asyncio.sleep(NODES_POLL_S)
-            continue
-        for name in _new_names(prefix, existing, first_number):
-            spec = replace(new, name=name)
-            async with AsyncExitStack() as stack:
-                try:
-                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder, first_number))
-                    chain = await stack.enter_async_context(running)
-                except LeaseError as error:
-                    if _is_driven(error):  # another router was faster; its pipeline cannot be adopted either
-                        continue
-                    break  # an existing pipeline is free now
-                yield spec, chain
-                return
-        await Backoff(RETRY_S, MAX_RETRY_S).wait(attempt)
+    async with AsyncExitStack() as stack:
+        claims = _Claims(stack, actor_holder_name(deployed_at), first_number)
+        yield await claims.adopt_or_create(prefix, new_spec, time.monotonic() + nodes_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """Claims pipelines for the router ``holder``; the claimed one is driven until ``stack`` is closed."""
+
+    stack: AsyncExitStack
+    holder: str
+    first_number: int
+
+    async def adopt_or_create(self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float) -> Driven:
+        delays = backoff_delays(RETRY_S, MAX_RETRY_S)
+        while True:
+            existing = _pipelines(re.escape(prefix))
+            if (driven := await self._adopt(existing)) is not None:
+                return driven
+            try:
+                new = await asyncio.to_thread(new_spec)
+            except TooFewNodesError as error:
+                if (left_s := nodes_deadline - time.monotonic()) <= 0:
+                    raise
+                logger.info("waiting up to %.0f s more for nodes: %s", left_s, error)
+                await asyncio.sleep(NODES_POLL_S)
+                continue
+            if (driven := await self._create(new, _new_names(prefix, existing, self.first_number))) is not None:
+                return driven
+            await asyncio.sleep(next(delays))
+
+    async def _adopt(self, names: list[str]) -> Driven | None:
+        """Drive one of these pipelines; None if all are driven, which is the normal case if another one is needed."""
+        for name in _rotate(names, self.first_number):
+            try:
+                return await self._claim(await _specification(name))
+            except LeaseError as error:
+                logger.log(logging.INFO if _is_driven(error) else logging.WARNING, "%s", error)
+        return None
+
+    async def _create(self, new: PipelineSpec, names: Iterator[str]) -> Driven | None:
+        """Drive a new pipeline with one of these names; None if an existing one is free now."""
+        for name in names:
+            try:
+                return await self._claim(replace(new, name=name))
+            except LeaseError as error:
+                if not _is_driven(error):  # else another router was faster; its pipeline cannot be adopted either
+                    break
+        return None
+
+    async def _claim(self, spec: PipelineSpec) -> Driven:
+        evict = _evict_older(spec.name, self.holder, self.first_number)
+        return spec, await self.stack.enter_async_context(running_pipeline(spec, holder=self.holder, evict=evict))
 
 
 def _is_driven(error: LeaseError) -> bool:

@@ -16,10 +16,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto import wire
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
@@ -108,7 +108,7 @@ class ObjectStoreStageChain:
             return False
 
     async def _fence(self) -> int:
-        began, num_failed = time.monotonic(), 0
+        began, delays = time.monotonic(), backoff_delays(RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
@@ -122,8 +122,7 @@ class ObjectStoreStageChain:
                     raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
                 if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_TIMEOUT_S:
                     await self.replace_hung_workers(FENCE_TIMEOUT_S)
-                num_failed += 1
-                await Backoff(RETRY_S, MAX_RETRY_S).wait(num_failed)
+                await asyncio.sleep(next(delays))
             except TimeoutError:  # it hangs; another process finds everything again
                 logger.warning("the supervisor gets a new process: it has not answered a fence for %g s", SUPERVISOR_TIMEOUT_S)
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)

@@ -1,7 +1,7 @@
 """Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not import Ray."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,18 @@ async def broadcast_results(response: Any) -> list[Any]:  # noqa: ANN401 - Deplo
     """Return one pending result per replica, with ``get_async`` and ``cancel``; ``results_async`` would fail if any does."""
     results: list[Any] = await response._fetch_replica_results_async()
     return results
+
+
+def observe_response_queues(on_new: Callable[[Callable[[], int]], object]) -> None:
+    """Call ``on_new`` for each queue of responses that Ray Serve makes in this process, with what returns the queue's length."""
+    queue: Any = table.MESSAGE_QUEUE.value
+
+    class ObservedQueue(queue):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            on_new(self._message_queue.__len__)
+
+    table.MESSAGE_QUEUE.replace(ObservedQueue)
 
 
 def is_streaming(streaming_type: Any) -> bool:  # noqa: ANN401 - gRPCStreamingType

@@ -5,7 +5,8 @@ from typing import Any
 import ray
 
 from tramontane.cluster.http.slow_clients import buffered_messages
-from tramontane.cluster.ray_internals.table import ADD_PORT, MESSAGE_QUEUE
+from tramontane.cluster.ray_internals.accessors import observe_response_queues
+from tramontane.cluster.ray_internals.table import ADD_PORT
 
 ALL_INTERFACES = "[::]:"
 
@@ -31,14 +32,7 @@ def track_response_queues() -> None:
 
     To be called in a replica's constructor.
     """
-    queue: Any = MESSAGE_QUEUE.value
-
-    class TrackedQueue(queue):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            buffered_messages.set(self._message_queue.__len__)
-
-    MESSAGE_QUEUE.replace(TrackedQueue)
+    observe_response_queues(buffered_messages.set)
 
 
 def replace_all_interfaces(address: str, host: str) -> str:

@@ -76,33 +76,33 @@ def application(
     config = config.with_absolute_paths()
     with annotate_node():
         fingerprint = model_fingerprint(config)
-    common: dict[str, Any] = {
+    common = _replica_options(config)
+    many: dict[str, Any] = {"max_ongoing_requests": UNBOUNDED, "max_surge_percent": MAX_SURGE_PERCENT}
+    router = serve.deployment(
+        name="Router",
+        **router_scaling_options(config),
+        max_constructor_retry_count=1,  # a pipeline that cannot load is reported, and not retried
+        request_router_config=RequestRouterConfig(request_router_class=LeastLoadedRouter),  # type: ignore[arg-type]
+        graceful_shutdown_timeout_s=grace_s + HAND_OVER_S,
+        **common,
+        **many,
+    )(RouterReplica)
+    batch = serve.deployment(name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common)(BatchReplica)
+    ingress = serve.deployment(
+        name="Ingress", num_replicas=config.num_ingresses, graceful_shutdown_timeout_s=grace_s, **common, **many
+    )(serve.ingress()(IngressReplica))
+    build_id = uuid.uuid4().hex
+    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, build_id)
+    jobs = batch.bind(config.without_secrets(), fingerprint, routers)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id)
+
+
+def _replica_options(config: EngineConfig) -> dict[str, Any]:
+    """Return the options that all deployments have."""
+    return {
         "ray_actor_options": {"num_cpus": 0, **avoid_head_node()},
         "health_check_period_s": HEALTH_CHECK_INTERVAL_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "logging_config": config.logs.for_ray_serve(),
     }
-    router = serve.deployment(
-        name="Router",
-        **router_scaling_options(config),
-        max_constructor_retry_count=1,  # a pipeline that cannot load is reported, and not retried
-        max_ongoing_requests=UNBOUNDED,
-        request_router_config=RequestRouterConfig(request_router_class=LeastLoadedRouter),  # type: ignore[arg-type]
-        graceful_shutdown_timeout_s=grace_s + HAND_OVER_S,
-        max_surge_percent=MAX_SURGE_PERCENT,
-        **common,
-    )(RouterReplica)
-    batch = serve.deployment(name="Batch", num_replicas=1, graceful_shutdown_timeout_s=grace_s, **common)(BatchReplica)
-    ingress = serve.deployment(
-        name="Ingress",
-        num_replicas=config.num_ingresses,
-        max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=grace_s,
-        max_surge_percent=MAX_SURGE_PERCENT,
-        **common,
-    )(serve.ingress()(IngressReplica))
-    build_id = uuid.uuid4().hex
-    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, build_id)
-    jobs = batch.bind(config.without_secrets(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, build_id)

@@ -31,6 +31,7 @@ from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.request_stats import CountingTokenSource
+from tramontane.router.openai.served_model import ServedModel
 from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
 WRITES_PER_CORE = 50  # a second, by all ingress replicas of a machine together
@@ -56,8 +57,8 @@ class IngressReplica(GrpcServicer):
         use_serve_log(config.logs, "ingress")
         bind_internal_port_to_node()
         track_response_queues()
-        model = load_checked_model(config, fingerprint)
-        digest, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
+        model, digest = load_checked_model(config, fingerprint), short_digest(fingerprint)
+        node = ray.get_runtime_context().get_node_id()
         self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node)
         application = serve.get_replica_context().app_name
         if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
@@ -77,11 +78,19 @@ class IngressReplica(GrpcServicer):
             max_message=config.max_body_bytes,
             id_of=serve_request_id,
         )
+        self._http_app = HttpApp(self._http_config(config, model, keys, writes_per_s, node, digest))
+        # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each if they had to visit it.
+        gc.collect()
+        gc.freeze()
+
+    def _http_config(
+        self, config: EngineConfig, model: ServedModel, keys: ApiKeys, writes_per_s: int, node: str, digest: str
+    ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         extra_routes = [*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()]
-        http = HttpAppConfig(
+        return HttpAppConfig(
             model=model,
-            source=source,
+            source=self._source,
             is_ready=self._routers.is_ready,
             expert_load=self._routers.expert_load,
             max_body_bytes=config.max_body_bytes,
@@ -97,10 +106,6 @@ class IngressReplica(GrpcServicer):
             node=node,
             model_digest=digest,
         )
-        self._http_app = HttpApp(http)
-        # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each if they had to visit it.
-        gc.collect()
-        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._http_app.app()

@@ -106,10 +106,10 @@ def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
     return None
 
 
-def check_running_serve(config: EngineConfig) -> bool:
-    """Return whether the cluster's Ray Serve has our gRPC. Its addresses are those that it was first started with.
+def check_running_serve(config: EngineConfig, report: Callable[[str], None]) -> bool:
+    """Return whether there will be gRPC, and report what Ray Serve lacks because it was started without it.
 
-    Raises ConfigError if they differ from the configuration's.
+    Raises ConfigError if its addresses, those that it was first started with, differ from the configuration's.
     """
     http, grpc = running_serve_options()
     if (http.host, http.port) != (config.host, config.port):
@@ -117,8 +117,13 @@ def check_running_serve(config: EngineConfig) -> bool:
             f"Ray Serve runs on this cluster already, at {http.host}:{http.port}; "
             f"give --host {http.host} --port {http.port}, or shut it down first with: serve shutdown"
         )
+    if config.tracing_exporter is not None:
+        report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
     functions = {DEPRECATED_GRPC_FUNCTIONS.get(name, name) for name in grpc.grpc_servicer_functions}
-    if not set(GRPC_FUNCTIONS) <= functions or not grpc.port or not config.grpc_port:
+    if not config.grpc_port:
+        return False
+    if not set(GRPC_FUNCTIONS) <= functions or not grpc.port:
+        report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
         return False
     if grpc.port != config.grpc_port:
         raise ConfigError(

@@ -18,8 +18,8 @@ from tramontane.cluster.serving.retry_policy import (
     AdmissionWindow,
     FailoverBudget,
     RecentRefusals,
+    RouterSearch,
     WaitingRequest,
-    most_useful_error,
 )
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
@@ -194,41 +194,26 @@ class RouterClient(RouterQueries):
             self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, errors.PipelineError("the router is gone"))
 
     async def _submit(self, number: int, specs: bytes, first: SequenceRequest) -> errors.TramontaneError | None:
-        """Find a router that accepts the request and wait until it is done; return the reason if all routers refuse it.
-
-        Routers that have just refused another request are asked only if there are no others. A pipeline that is being fenced
-        again gets the request only if no other router accepts it.
-        """
-        refused = self._refusals.matching(first)  # by replica
-        constraint, may_wait, num_unopened = exclude({*self._silent, *refused}), False, Counter[str]()
+        """Find a router that accepts the request and wait until it is done; return the reason if all routers refuse it."""
+        search, num_unopened, only = RouterSearch(self._refusals, first), Counter[str](), ""
         while True:
+            constraint = ONLY + only if only else exclude(self._silent | search.refused.keys())
             method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key, may_wait))
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key, search.may_wait))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_error(outcome)
-            match refusal:
-                case errors.StreamNotOpenError() if num_unopened[replica] < MAX_STREAM_ATTEMPTS:
-                    num_unopened[replica] += 1
-                    await self._ensure_stream(replica)
-                    constraint = ONLY + replica
-                    continue
-                case errors.StreamNotOpenError() | errors.PipelineUnavailableError() | errors.OverloadedError():
-                    is_new = replica not in refused
-                    refused[replica] = refusal
-                    self._refusals.add(replica, refusal, first)
-                case _:
-                    return refusal
-            if not (is_new or constraint.startswith(ONLY)):  # there is no other router
-                recovering = [each for each, error in refused.items() if isinstance(error, errors.PipelineRecoveringError)]
-                if may_wait or not recovering:
-                    return most_useful_error(refused.values())
-                may_wait = True
-                for each in recovering:
-                    del refused[each]
-            if not may_wait:  # others' requests may have been refused since
-                refused = self._refusals.matching(first) | refused
-            constraint = exclude({*self._silent, *refused})
+            is_unopened = isinstance(refusal, errors.StreamNotOpenError)
+            if is_unopened and num_unopened[replica] < MAX_STREAM_ATTEMPTS:
+                num_unopened[replica] += 1
+                await self._ensure_stream(replica)
+                only = replica
+            elif is_unopened or isinstance(refusal, errors.PipelineUnavailableError | errors.OverloadedError):
+                if (reason := search.add(replica, refusal, had_choice=not only)) is not None:
+                    return reason
+                only = ""
+            else:
+                return refusal
 
     async def _ensure_stream(self, replica: str) -> None:
         """Open the stream from a router to this ingress; without one the router refuses requests.

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.pipeline.stage_chain import LOAD_TIMEOUT_S
 from tramontane.proto import errors
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.request import SequenceRequest
 
 NEW_VERSION_TIMEOUT_S = 120.0  # for a version that was announced, and for an old router if only that could continue a request
 ADMISSION_TIMEOUT_S = 50.0  # a request that no router has accepted can still be refused, and may find another server
 MAX_LOSSES = 10  # of routers that had accepted a request and sent no token of it: it may be what they die of
-RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``Backoff``
+RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 1.0  # bounds of the first delay and of any; see ``backoff_delays``
 MAX_RETRY_AFTER_S = 60  # a pipeline that loads may be ready before
 FULL_TTL_S = 0.25  # how long "this router is full", or all are, is believed, unless a request ends before
 NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does not run, or recovers
@@ -25,19 +25,20 @@ NOT_RUNNING_TTL_S = 1.0  # how long others are asked before a router that does n
 class FailoverBudget:
     """Decides how often and how long one request is retried. Every token resets it.
 
+    Which error ends a request, and after how long, depends on what routers have answered; only the delays are common ones.
     ``without_router_since``: when the request lost its router, by the event loop's clock; before that, when it arrived.
     """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
         self.reset()
-        self._backoff = Backoff(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
         self.without_router_since = asyncio.get_running_loop().time()
         self._was_accepted = was_accepted
 
     def reset(self) -> None:
         """Forget all failures: the request has made progress."""
         self._failing_since: float | None = None
-        self._num_losses = self._num_attempts = 0
+        self._num_losses = 0
+        self._delays = backoff_delays(RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S)
 
     def on_error(self, error: errors.TramontaneError) -> None:
         """Raise the error that ends the request, unless it is to be retried.
@@ -72,8 +73,7 @@ class FailoverBudget:
 
     async def backoff(self) -> None:
         """Wait until the next attempt."""
-        self._num_attempts += 1
-        await self._backoff.wait(self._num_attempts)
+        await asyncio.sleep(next(self._delays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,34 @@ class RecentRefusals:
         for key, refusals in self._refusals.items():
             if key is not None:
                 refusals.pop(replica, None)
+
+
+class RouterSearch:
+    """The routers that have refused one request, while another one is looked for.
+
+    Routers that have just refused another request are asked only if there are no others. A pipeline that is being fenced
+    again gets the request, which then waits, only if no other router accepts it.
+    """
+
+    def __init__(self, recent: RecentRefusals, first: SequenceRequest) -> None:
+        self._recent, self._first, self.may_wait = recent, first, False
+        self.refused = recent.matching(first)  # by replica
+
+    def add(self, replica: str, error: errors.TramontaneError, *, had_choice: bool) -> errors.TramontaneError | None:
+        """Note a refusal; return the reason if no router is left. ``had_choice``: the call was not for this router only."""
+        has_others = replica not in self.refused or not had_choice
+        self.refused[replica] = error
+        self._recent.add(replica, error, self._first)
+        if not has_others:
+            recovering = [each for each, refusal in self.refused.items() if isinstance(refusal, errors.PipelineRecoveringError)]
+            if self.may_wait or not recovering:
+                return most_useful_error(self.refused.values())
+            self.may_wait = True
+            for each in recovering:
+                del self.refused[each]
+        if not self.may_wait:  # others' requests may have been refused since
+            self.refused = self._recent.matching(self._first) | self.refused
+        return None
 
 
 def most_useful_error(refusals: Iterable[errors.TramontaneError]) -> errors.TramontaneError:

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from operator import attrgetter
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -13,6 +14,7 @@ from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.ray_internals.accessors import broadcast_results, configure_handle
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
+from tramontane.router.engine.activity_log import PipelineActivity
 
 READY_TIMEOUT_S = 5.0
 READINESS_TTL_S = 1.0  # for which the answer of the routers stands
@@ -46,9 +48,9 @@ class RouterQueries:
         """Return the summed load of all pipelines that report theirs in time."""
         return MeasuredLoad.summed(await self._broadcast("expert_load"))
 
-    async def activity(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def activity(self, after: Mapping[str, int]) -> list[PipelineActivity]:
         """Return the activity of all pipelines that report it in time, by name; see ``RouterReplica.activity``."""
-        return sorted(await self._broadcast("activity", after), key=lambda each: str(each["name"]))
+        return sorted(await self._broadcast("activity", after), key=attrgetter("name"))
 
     async def _broadcast(
         self, method: str, *arguments: object, is_sufficient: Callable[[Any], bool] = lambda _: False

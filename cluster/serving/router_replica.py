@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
@@ -21,16 +21,15 @@ from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
 from tramontane.cluster.observability.exporters import PipelineMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
-from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
+from tramontane.cluster.pipeline.adoption import Driven, adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.pipeline.engine import make_scheduler, pipeline_spec, validate_model
-from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import probe_cluster
 from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
-from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
@@ -62,15 +61,11 @@ class RouterReplica:
         self._is_given_up = False
         self._health_check: asyncio.Task[bool] | None = None
         self._driving: asyncio.Task[None] | None = None
-        self._acquiring: asyncio.Task[tuple[PipelineSpec, ObjectStoreStageChain]] | None = None
+        self._acquiring: asyncio.Task[Driven] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
         deployed_at = number_deployment(application.name, build_id)  # before routers of an older one lose their pipelines
         self._application, self._deployed_at = application.name, deployed_at
-        prefix = pipeline_prefix(application.name, config, fingerprint)
-        new_spec = partial(_new_spec, config, fingerprint, application)
-        rank = getattr(serve.get_replica_context().rank, "rank", 0)  # only the first to be claimed; Ray Serve may give None
-        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout, first_number=rank)
-        self._acquiring = asyncio.create_task(self._exit.enter_async_context(pipeline))
+        self._acquiring = asyncio.create_task(self._exit.enter_async_context(self._pipeline(fingerprint, application)))
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
@@ -78,6 +73,16 @@ class RouterReplica:
         self._metrics = PipelineMetrics(MetricFactory(), self._spec.name)
         start_periodic_thread(EXPORT_EVERY_S, self._export_metrics)
         self._driving = asyncio.create_task(self._drive())
+        await self._wait_until_ready()
+
+    def _pipeline(self, fingerprint: Fingerprint, application: OwnerApplication) -> AbstractAsyncContextManager[Driven]:
+        config = self._config
+        prefix = pipeline_prefix(application.name, config, fingerprint)
+        new_spec = partial(_new_spec, config, fingerprint, application)
+        rank = getattr(serve.get_replica_context().rank, "rank", 0)  # only the first to be claimed; Ray Serve may give None
+        return adopt_or_create_pipeline(prefix, new_spec, self._deployed_at, config.placement_timeout, first_number=rank)
+
+    async def _wait_until_ready(self) -> None:
         while not self._router.is_ready:
             if self._router.failure is not None:
                 failure = self._router.failure
@@ -156,7 +161,7 @@ class RouterReplica:
         is_complete = len(by_layer) == args.n_layers  # a stage that is loading has none
         return (tuple(tokens for _, tokens in sorted(by_layer.items())) if is_complete else None), self._name
 
-    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+    async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
         """Return this pipeline's part of ``GET /activity``, None if it is not driven now, and this router's name.
 
         ``after``: by pipeline, see ``ActivityLog.as_data``.
@@ -164,17 +169,18 @@ class RouterReplica:
         if not self._router.is_attached:
             return None, self._name
         scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
-        state = {
-            "name": name,
-            "stages": [{"label": stage.label, "stage": stage.stage_id} for stage in plan.stages],
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "pages_held": scheduler.allocator.num_held,
-            "pages": scheduler.allocator.num_pages,
-            "epoch": scheduler.epoch,
-            "recoveries": self._router.health.num_recoveries,
-        }
-        return state | self._activity.as_data(len(plan.stages), after.get(name)), self._name
+        activity = PipelineActivity(
+            name=name,
+            stages=[StageInfo(label=stage.label, stage=stage.stage_id) for stage in plan.stages],
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            pages_held=scheduler.allocator.num_held,
+            pages=scheduler.allocator.num_pages,
+            epoch=scheduler.epoch,
+            recoveries=self._router.health.num_recoveries,
+            **self._activity.as_data(len(plan.stages), after.get(name)),
+        )
+        return activity, self._name
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
         """Follow a plan for this load; return how many experts were loaded or why none were, and this router's name."""

@@ -128,14 +128,10 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         report("starting Ray Serve")
         _start_serve(config)
         report(f"loading {spec.describe_workers(config.replicas)}")
-        try:
+        with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
             yield config.grpc_port > 0
-        finally:
-            with SignalCounter():  # removal takes seconds, and a second Ctrl-C must not stop it half-way
-                report("stopping")
-                serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -152,15 +148,10 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 f"an application named {APPLICATION} is on this cluster already; end the command that serves it, or remove it "
                 f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
             )
-        has_grpc = config.grpc_port > 0
         if owns_serve:
             check_ports(config, report)
-        elif not check_running_serve(config) and has_grpc:
-            has_grpc = False
-            report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
-        if not owns_serve and config.tracing_exporter is not None:
-            report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
-        try:
+        has_grpc = config.grpc_port > 0 if owns_serve else check_running_serve(config, report)
+        with _remove_at_end(report, lambda: _remove(owns_serve)):
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
@@ -169,10 +160,17 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc
-        finally:
-            with SignalCounter():  # removal takes seconds, and a second Ctrl-C must not stop it half-way
-                report("stopping")
-                _remove(owns_serve)
+
+
+@contextmanager
+def _remove_at_end(report: Report, remove: Callable[[], None]) -> Iterator[None]:
+    """Remove what was started. That takes seconds, and a second Ctrl-C must not stop it half-way."""
+    try:
+        yield
+    finally:
+        with SignalCounter():
+            report("stopping")
+            remove()
 
 
 def _start_serve(config: EngineConfig) -> None:

@@ -6,7 +6,7 @@ sequences (so that Ray Serve sees the load and passes cancellation on), and its 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterator, Sequence
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.common.ray_api import list_dead_nodes
@@ -130,48 +130,62 @@ class IngressStreams:
         Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
         aborts the request.
         """
-        if model != self._model_key:
-            return self.refusal(ModelMismatchError("the server has another model or version now; send the request again"))
-        if not router.is_attached:
-            return self.refusal(PipelineUnavailableError("the pipeline is being started again; try again soon"))
-        if not (router.is_ready or may_wait):
-            return self.refusal(PipelineRecoveringError("the pipeline is being fenced again; its requests wait until then"))
-        if (stream := self._streams.get(ingress)) is None:
-            return self.refusal(StreamNotOpenError("no stream from the router could be kept open"))
-        decoded = wire.decode_specs(specs)
-        request_id, unfinished = decoded[0].request_id, set(range(len(decoded)))
-        ended, has_failed = asyncio.Event(), False
-
-        def sink(output: RequestOutput | TramontaneError) -> None:
-            nonlocal has_failed
-            stream.put(number, output)
-            has_failed |= isinstance(output, TramontaneError)
-            finished = {e.seq_id for e in output.events if e.finish} if isinstance(output, RequestOutput) else set(unfinished)
-            unfinished.difference_update(finished)
-            if not unfinished:
-                ended.set()
-
+        if (reason := self._reason_to_refuse(router, ingress, model, may_wait)) is not None:
+            return self.refusal(reason)
+        stream, decoded = self._streams[ingress], wire.decode_specs(specs)
+        delivery = _Delivery(stream, number, len(decoded))
         try:
-            request = router.submit(decoded, sink)
+            request = router.submit(decoded, delivery.put)
         except TramontaneError as error:
+            request_id = decoded[0].request_id
             logger.info("request %s is refused: %s", request_id or "-", error, extra=request_fields(request_id))
             return self.refusal(error)
         log_accepted(request, decoded)
         stream.num_requests += 1
         stream.put(number, ACCEPTED)
         try:
-            await _wait_for_any(ended, stream.closed)
+            await _wait_for_any(delivery.ended, stream.closed)
         finally:
             stream.release()
             router.abort(request)
-            is_complete = ended.is_set() and not has_failed
+            is_complete = delivery.ended.is_set() and not delivery.has_failed
             log_ended(request, is_complete=is_complete)
             record_spans(request, router.health, is_complete=is_complete)
-        return DONE if ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
+        return DONE if delivery.ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
+
+    def _reason_to_refuse(self, router: Router, ingress: str, model: str, may_wait: bool) -> TramontaneError | None:
+        if model != self._model_key:
+            return ModelMismatchError("the server has another model or version now; send the request again")
+        if not router.is_attached:
+            return PipelineUnavailableError("the pipeline is being started again; try again soon")
+        if not (router.is_ready or may_wait):
+            return PipelineRecoveringError("the pipeline is being fenced again; its requests wait until then")
+        if ingress not in self._streams:
+            return StreamNotOpenError("no stream from the router could be kept open")
+        return None
 
     def refusal(self, error: TramontaneError) -> bytes:
         """Encode why this router refuses a request, with the router's name."""
         return wire.encode_error(error, self._replica)
+
+
+class _Delivery:
+    """What one request has yet to deliver through the stream to its ingress."""
+
+    def __init__(self, stream: IngressStream, number: int, num_sequences: int) -> None:
+        self._stream, self._number, self._unfinished = stream, number, set(range(num_sequences))
+        self.ended, self.has_failed = asyncio.Event(), False
+
+    def put(self, output: RequestOutput | TramontaneError) -> None:
+        """Send tokens, or the failure, which ends all sequences."""
+        self._stream.put(self._number, output)
+        if isinstance(output, TramontaneError):
+            self.has_failed = True
+            self._unfinished.clear()
+        else:
+            self._unfinished.difference_update([event.seq_id for event in output.events if event.finish])
+        if not self._unfinished:
+            self.ended.set()
 
 
 def model_key(model: str) -> str:
@@ -198,34 +212,45 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``, or up to a tenth longer.
+class _SilenceTimer:
+    """Ends the wait for a message after a number of checks in a row, ``limit_s`` or up to a tenth longer.
 
     Checks are counted rather than seconds: however long the event loop of this process was blocked, that is one check, and
     what came in that time is read before the next ones.
     """
-    loop, iterator = asyncio.get_running_loop(), aiter(messages)
-    num_checks = 0
-    reading: asyncio.Timeout | None = None
-    timer: asyncio.TimerHandle
 
-    def check() -> None:
-        nonlocal num_checks, timer
-        num_checks += reading is not None
-        if reading is not None and num_checks == NUM_SILENCE_CHECKS + 1:
-            reading.reschedule(loop.time())
-        timer = loop.call_later(limit_s / NUM_SILENCE_CHECKS, check)
+    def __init__(self, limit_s: float) -> None:
+        self._interval_s, self._num_checks = limit_s / NUM_SILENCE_CHECKS, 0
+        self._waiting: asyncio.Timeout | None = None
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._check)
 
-    timer = loop.call_later(limit_s / NUM_SILENCE_CHECKS, check)
+    async def wait_for(self, message: Awaitable[bytes]) -> bytes:
+        """Wait for a message. Raises TimeoutError if none comes."""
+        self._num_checks = 0
+        async with asyncio.timeout(None) as self._waiting:
+            received = await message
+        self._waiting = None
+        return received
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._num_checks += 1
+        if self._waiting is not None and self._num_checks == NUM_SILENCE_CHECKS + 1:
+            self._waiting.reschedule(loop.time())
+        self._timer = loop.call_later(self._interval_s, self._check)
+
+    def close(self) -> None:
+        """Stop the checks."""
+        self._timer.cancel()
+
+
+async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``; see ``_SilenceTimer``."""
+    iterator, timer = aiter(messages), _SilenceTimer(limit_s)
     try:
         while True:
-            try:
-                num_checks = 0
-                async with asyncio.timeout(None) as reading:
-                    message = await anext(iterator)
-            except StopAsyncIteration:
-                return
-            reading = None
-            yield message
+            yield await timer.wait_for(anext(iterator))
+    except StopAsyncIteration:
+        return
     finally:
-        timer.cancel()
+        timer.close()

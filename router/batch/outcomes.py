@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_fixed
-
 from tramontane.proto.errors import JobStoreError
 from tramontane.router.batch.claims import Claim, JobClaimStore, Outcome
 from tramontane.router.batch.database import JobThreadPool
@@ -30,17 +28,14 @@ RESULTS_AT_ONCE = 1000  # read for the result files
 Sleep = Callable[[float], Awaitable[None]]
 
 
-async def retry_while_store_down(call: Callable[[], T], sleep: Sleep, threads: JobThreadPool) -> T:
-    """Run a blocking call in a thread, again every ``RETRY_S`` while the database or the storage cannot be used."""
-    return await _retrying(sleep)(threads.run, call)
-
-
-def _retrying(sleep: Sleep) -> AsyncRetrying:
-    return AsyncRetrying(retry=retry_if_exception_type(JobStoreError), wait=wait_fixed(RETRY_S), before_sleep=_warn, sleep=sleep)
-
-
-def _warn(attempt: RetryCallState) -> None:
-    logger.warning("batch jobs wait for their store: %s", attempt.outcome and attempt.outcome.exception())
+async def retry_while_store_down(call: Callable[[], Awaitable[T]], sleep: Sleep) -> T:
+    """Await a call, again every ``RETRY_S`` while the database or the storage cannot be used."""
+    while True:
+        try:
+            return await call()
+        except JobStoreError as error:
+            logger.warning("batch jobs wait for their store: %s", error)
+        await sleep(RETRY_S)
 
 
 class OutcomeWriter:
@@ -73,7 +68,7 @@ class OutcomeWriter:
         outcomes = [outcome for outcome, _ in ready]
         failure: Exception | None = None
         try:
-            await retry_while_store_down(lambda: self._claims.finish(claim, outcomes), self._sleep, self._threads)
+            await retry_while_store_down(lambda: self._threads.run(self._claims.finish, claim, outcomes), self._sleep)
         except Exception as error:  # usually JobLostError; a defect must not keep outcomes of other jobs from being written
             failure = error
         for _, written in ready:
@@ -103,7 +98,7 @@ async def write_result_files(
             await asyncio.shield(threads.run(files.discard))
             raise
 
-    return await _retrying(sleep)(write)
+    return await retry_while_store_down(write, sleep)
 
 
 class _ResultFiles:

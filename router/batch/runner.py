@@ -107,7 +107,7 @@ class BatchRunner:
                 await asyncio.to_thread(pool.close)
 
     async def _retry(self, call: Callable[[], T]) -> T:
-        return await retry_while_store_down(call, self._sleep, self._threads)
+        return await retry_while_store_down(lambda: self._threads.run(call), self._sleep)
 
     async def _poll(self) -> None:
         """Renew leases, notice cancelled jobs, and start others."""
@@ -176,7 +176,10 @@ class BatchRunner:
             await self._writer.write(run.claim, outcome)
 
     async def _outcome(self, run: _Run, line: PendingLine, slot: LineSlot) -> Outcome | None:
-        """Run a line, with retries. Returns None if its job is cancelled before the line succeeded."""
+        """Run a line, with retries. Returns None if its job is cancelled before the line succeeded.
+
+        The pauses have no jitter: with the number of failures they decide for how long a line is tried.
+        """
         tries = num_failed = 0
         while not run.is_cancelled:
             try:

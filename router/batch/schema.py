@@ -1,26 +1,23 @@
-"""OpenAI's format of batch jobs and files: requests, responses, and the response models of the API description.
-
-Responses are built as dictionaries; tests validate them against the models.
-"""
+"""OpenAI's format of batch jobs and files: models of requests and responses, and how these are built."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.store import StoredJob, StoredResult
+from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import default_if_null
 from tramontane.router.openai.responses import Answer
 
-COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; our jobs run until they end
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000
-STATUS = {
+Status = Literal["validating", "in_progress", "cancelling", "completed", "cancelled", "failed"]
+STATUS: Mapping[JobState, Status] = {
     JobState.QUEUED: "validating",
     JobState.RUNNING: "in_progress",
     JobState.CANCELLING: "cancelling",
@@ -52,33 +49,72 @@ def parse_batch(body: bytes) -> BatchRequest:
     return parse_body(BatchRequest, body)
 
 
-def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
+class BatchErrors(Answer):
+    """Errors of a job without a valid line."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(Answer):
+    """Progress of a job."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(Answer):
+    """A job. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Endpoint
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]  # the only one that OpenAI has; our jobs run until they end
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: None
+    expired_at: None
+    cancelling_at: int | None
+    completed_at: int | None
+    cancelled_at: int | None
+    failed_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+def batch_answer(stored: StoredJob, keep_s: float | None) -> Batch:
     """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires ``keep_s`` after its end."""
-    job = stored.job
-    ended_as = {f"{state}_at": None for state in ("completed", "cancelled", "failed")}
-    if job.ended_at is not None:
-        ended_as[f"{job.state}_at"] = int(job.ended_at)  # type: ignore[assignment]
-    errors = [{"code": each.code, "message": each.message, "line": each.line, "param": None} for each in stored.problems]
-    return {
-        "id": job.job_id,
-        "object": "batch",
-        "endpoint": job.options.endpoint,
-        "errors": {"object": "list", "data": errors} if errors else None,
-        "input_file_id": stored.input_file or "",
-        "completion_window": COMPLETION_WINDOW,
-        "status": STATUS[job.state],
-        "output_file_id": stored.output_file,
-        "error_file_id": stored.error_file,
-        "created_at": int(job.created_at),
-        "in_progress_at": _to_seconds(job.started_at),
-        "expires_at": _expires_at(job.ended_at, keep_s),
-        "finalizing_at": None,
-        "expired_at": None,
-        "cancelling_at": _to_seconds(stored.cancelling_at),
-        **ended_as,
-        "request_counts": {"total": job.num_lines, "completed": job.num_done, "failed": job.num_failed},
-        "metadata": dict(job.options.metadata) or None,
-    }
+    job, errors = stored.job, list(stored.problems)
+    ended_at = {job.state: _to_seconds(job.ended_at)}
+    return Batch(
+        id=job.job_id,
+        object="batch",
+        endpoint=job.options.endpoint,
+        errors=BatchErrors(object="list", data=errors) if errors else None,
+        input_file_id=stored.input_file or "",
+        completion_window="24h",
+        status=STATUS[job.state],
+        output_file_id=stored.output_file,
+        error_file_id=stored.error_file,
+        created_at=int(job.created_at),
+        in_progress_at=_to_seconds(job.started_at),
+        expires_at=_expires_at(job.ended_at, keep_s),
+        finalizing_at=None,
+        expired_at=None,
+        cancelling_at=_to_seconds(stored.cancelling_at),
+        completed_at=ended_at.get(JobState.COMPLETED),
+        cancelled_at=ended_at.get(JobState.CANCELLED),
+        failed_at=ended_at.get(JobState.FAILED),
+        request_counts=RequestCounts(total=job.num_lines, completed=job.num_done, failed=job.num_failed),
+        metadata=dict(job.options.metadata) or None,
+    )
 
 
 def result_line(job_id: str, result: StoredResult) -> bytes:
@@ -106,25 +142,59 @@ def _expires_at(time_s: float | None, keep_s: float | None) -> int | None:
     return None if time_s is None or keep_s is None else int(time_s + keep_s)
 
 
-def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
+class StoredFile(Answer):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    expires_at: int | None
+
+
+def file_answer(file: FileRecord, keep_s: float | None) -> StoredFile:
     """Format a file, which expires ``keep_s`` after its creation."""
-    return {
-        "id": file.file_id,
-        "object": "file",
-        "bytes": file.num_bytes,
-        "created_at": int(file.created_at),
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-        "expires_at": _expires_at(file.created_at, keep_s),
-    }
+    return StoredFile(
+        id=file.file_id,
+        object="file",
+        bytes=file.num_bytes,
+        created_at=int(file.created_at),
+        filename=file.filename,
+        purpose=file.purpose,
+        status="processed",
+        expires_at=_expires_at(file.created_at, keep_s),
+    )
 
 
-def paginate(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Format a page of a list. ``objects`` has one more than ``limit`` if there are more."""
-    data = list(objects[:limit])
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, **ends, "has_more": len(objects) > limit}
+Item = TypeVar("Item", StoredFile, Batch)
+
+
+class Page(Answer, Generic[Item]):
+    """A page of a list."""
+
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[Item], limit: int) -> Self:
+        """Return the page. ``items`` has one more than ``limit`` if there are more."""
+        data = list(items[:limit])
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(object="list", data=data, first_id=first_id, last_id=last_id, has_more=len(items) > limit)
+
+
+class FileList(Page[StoredFile]):
+    """A page of files."""
+
+
+class BatchList(Page[Batch]):
+    """A page of jobs."""
 
 
 def parse_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
@@ -148,101 +218,3 @@ def check_query(query: Mapping[str, str], *known: str) -> None:
     for name in query:
         if name not in known:
             raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])
-
-
-class FileUpload(BaseModel):
-    """Form of ``POST /v1/files``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    purpose: Literal["batch"]
-    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
-
-
-class StoredFile(Answer):
-    """A file."""
-
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    status: Literal["processed"]
-    expires_at: int | None
-
-
-class _Page(Answer):
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileList(_Page):
-    """A page of files."""
-
-    data: list[StoredFile]
-
-
-class DeletedFile(Answer):
-    """Response to the deletion of a file."""
-
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class BatchError(Answer):
-    """An error of an input line."""
-
-    code: str
-    message: str
-    line: int | None
-    param: str | None
-
-
-class BatchErrors(Answer):
-    """Errors of a job without a valid line."""
-
-    object: Literal["list"]
-    data: list[BatchError]
-
-
-class RequestCounts(Answer):
-    """Progress of a job."""
-
-    total: int
-    completed: int
-    failed: int
-
-
-class Batch(Answer):
-    """A job. Times are seconds since 1970."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: Endpoint
-    errors: BatchErrors | None
-    input_file_id: str
-    completion_window: Literal["24h"]
-    status: Literal["validating", "in_progress", "cancelling", "completed", "cancelled", "failed"]
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int | None
-    finalizing_at: None
-    expired_at: None
-    cancelling_at: int | None
-    completed_at: int | None
-    cancelled_at: int | None
-    failed_at: int | None
-    request_counts: RequestCounts
-    metadata: dict[str, str] | None
-
-
-class BatchList(_Page):
-    """A page of jobs."""
-
-    data: list[Batch]

@@ -13,20 +13,21 @@ from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLin
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.tables import FAILED, PENDING, Scope, jobs, lines
 from tramontane.router.openai.errors import HttpErrorSpec
+from tramontane.router.openai.responses import Answer
 
 NUM_SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class LineError:
+class BatchError(Answer):
     """An error of an input line. ``message`` starts with its number: ``line 2: it is not JSON``."""
 
-    line: int
     code: str
     message: str
+    line: int | None
+    param: str | None
 
 
-def summarize_line_errors(problems: Sequence[LineError], num_lines: int) -> str:
+def summarize_line_errors(problems: Sequence[BatchError], num_lines: int) -> str:
     """Say in one line why a job without a valid line failed. Of equal ``problems`` of the first lines only one is shown."""
     by_text: dict[str, str] = {}
     for problem in problems:
@@ -56,7 +57,7 @@ class StoredJob:
     output_file: str | None
     error_file: str | None
     cancelling_at: float | None
-    problems: Sequence[LineError] = ()  # of its first lines, if no line is valid
+    problems: Sequence[BatchError] = ()  # of its first lines, if no line is valid
     input_digest: str | None = None
 
 
@@ -104,18 +105,19 @@ def stored_jobs(connection: Connection, rows: Sequence[Row[Any]]) -> list[Stored
     return [_stored_job(row, problems.get(row.number, ())) for row in rows]
 
 
-def first_line_errors(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineError]]:
+def first_line_errors(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[BatchError]]:
     """Return the errors of the first lines of jobs without a valid line, by their numbers."""
-    found: dict[int, list[LineError]] = {}
+    found: dict[int, list[BatchError]] = {}
     if failed:
         wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
         for row in connection.execute(wanted.order_by(lines.c.job, lines.c.told)):
             error = json.loads(row.result)
-            found.setdefault(row.job, []).append(LineError(row.line, error["code"], error["message"]))
+            problem = BatchError(code=error["code"], message=error["message"], line=row.line, param=None)
+            found.setdefault(row.job, []).append(problem)
     return found
 
 
-def _stored_job(row: Row[Any], problems: Sequence[LineError]) -> StoredJob:
+def _stored_job(row: Row[Any], problems: Sequence[BatchError]) -> StoredJob:
     options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
     state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
     counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)

@@ -1,7 +1,6 @@
 """The activity log of a pipeline: its recent micro-batches, and how long clients waited for tokens. Bounded.
 
-The pydantic models at the end describe the response of ``GET /activity``; tests validate responses against them. All times
-are in seconds.
+The response of ``GET /activity`` is built from the models. All times are in seconds.
 """
 
 import math
@@ -22,128 +21,7 @@ MAX_WAITS = 4096  # first tokens, and as many further ones
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
 
 
-class StageWork(NamedTuple):
-    """The work of one stage for a micro-batch, by that stage's own clock (seconds since 1970); see ``StageTiming``."""
-
-    stage_id: int
-    started_at: float
-    busy_s: float
-    elapsed_s: float
-    num_tokens: int
-
-
-class MicroBatchRecord(NamedTuple):
-    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970). ``number`` counts from 1."""
-
-    number: int
-    at: float
-    epoch: int
-    step_id: int
-    prefill_tokens: int
-    num_decodes: int
-    num_sampled: int
-    stages: tuple[StageWork, ...]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the fields of ``MicroBatchActivity``."""
-        return {
-            "number": self.number,
-            "step": self.step_id,
-            "epoch": self.epoch,
-            "prefill_tokens": self.prefill_tokens,
-            "decodes": self.num_decodes,
-            "stages": [work[:4] for work in self.stages],
-        }
-
-
-class ActivityLog:
-    """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on request, not in a step."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._started_at = clock()
-        self._batches: deque[MicroBatchRecord] = deque()
-        self._num_records = self._number = 0
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (time, wait)
-        self._later_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
-
-    def record(self, batch: MicroBatch, result: StepResult) -> None:
-        """Record a completed micro-batch."""
-        self._number += 1
-        prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
-        works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s), t.num_tokens) for t in result.timings]
-        at, num_decodes, num_sampled = self._clock(), len(batch.decodes.seq_ids), len(result.token_ids)
-        counts = prefill_tokens, num_decodes, num_sampled
-        self._batches.append(MicroBatchRecord(self._number, at, batch.epoch, batch.step_id, *counts, tuple(works)))
-        self._num_records += 1 + len(works)
-        while self._num_records > MAX_RECORDS:
-            self._num_records -= 1 + len(self._batches.popleft().stages)
-
-    def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
-        """Record that these requests are about to get tokens; ``now`` is by the clock that they were made with.
-
-        The time between tokens counts only for requests of a single sequence: of several it cannot be attributed.
-        """
-        at, first, later = self._clock(), [], []
-        for request in requests:
-            if request.last_token_at == math.inf:
-                first.append(now - request.arrived_at)
-            elif request.is_single:
-                later.append(now - request.last_token_at)
-        self._first_tokens.extend(zip(repeat(at), first))
-        self._later_tokens.extend(zip(repeat(at), later))
-
-    def as_data(self, num_stages: int, after: int | None = None) -> dict[str, Any]:
-        """Return what ``PipelineActivity`` has of this log.
-
-        ``after`` is the number of the last micro-batch that the client knows; the oldest of the later ones are returned.
-        Without it, or if the log is a new one since, those of the last five seconds are.
-        """
-        now = self._clock()
-        batches = self._select(now, after)
-        return {
-            **self._shares(now, num_stages),
-            "first_token_s": _percentiles(self._first_tokens, now),
-            "inter_token_s": _percentiles(self._later_tokens, now),
-            "micro_batches": [batch.as_data() for batch in batches],
-            "last": batches[-1].number if batches else self._number,
-        }
-
-    def _select(self, now: float, after: int | None) -> list[MicroBatchRecord]:
-        if after is None or after > self._number:
-            return self._since(now - NEW_SPAN_S)[-MAX_RETURNED:]
-        num_known = max(len(self._batches) - (self._number - after), 0)
-        return list(islice(self._batches, num_known, num_known + MAX_RETURNED))
-
-    def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
-        """Return shares of the last ten seconds, or of as many as the log covers, at least one.
-
-        Micro-batches that were completed in this time count as a whole.
-        """
-        has_dropped = bool(self._batches) and self._batches[0].number > 1
-        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0)
-        recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
-        for work in chain.from_iterable(batch.stages for batch in recent):
-            busy_s[work.stage_id] += work.busy_s
-        num_sampled = sum(batch.num_sampled for batch in recent)
-        return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
-
-    def _since(self, at: float) -> list[MicroBatchRecord]:
-        """Return the micro-batches that were completed after this time, oldest first."""
-        found = []
-        for batch in reversed(self._batches):
-            if batch.at <= at:
-                break
-            found.append(batch)
-        return found[::-1]
-
-
-def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> dict[str, float] | None:
-    """Return percentiles of the last minute by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
-    recent = sorted(seconds for at, seconds in waits if at > now - WAIT_SPAN_S)
-    if not recent:
-        return None
-    return {f"p{percent}": recent[math.ceil(len(recent) * percent / 100) - 1] for percent in (50, 95)}
+StageWork = tuple[int, float, float, float]  # of a micro-batch: see ``MicroBatchActivity``
 
 
 class _Model(BaseModel):
@@ -175,7 +53,7 @@ class MicroBatchActivity(_Model):
     epoch: int
     prefill_tokens: int
     decodes: int
-    stages: list[tuple[int, float, float, float]]
+    stages: list[StageWork]
 
 
 class PipelineActivity(_Model):
@@ -205,3 +83,110 @@ class Activity(_Model):
 
     now: float
     pipelines: list[PipelineActivity]
+
+
+class MicroBatchRecord(NamedTuple):
+    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970); see ``MicroBatchActivity``.
+
+    ``number`` counts from 1.
+    """
+
+    number: int
+    step: int
+    epoch: int
+    prefill_tokens: int
+    decodes: int
+    stages: list[StageWork]
+    at: float
+    num_sampled: int
+
+
+class ActivityLog:
+    """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on request, not in a step."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._started_at = clock()
+        self._batches: deque[MicroBatchRecord] = deque()
+        self._num_records = self._number = 0
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (time, wait)
+        self._later_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
+
+    def record(self, batch: MicroBatch, result: StepResult) -> None:
+        """Record a completed micro-batch."""
+        self._number += 1
+        prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
+        works = [(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings]
+        work = prefill_tokens, len(batch.decodes.seq_ids), works
+        record = MicroBatchRecord(self._number, batch.step_id, batch.epoch, *work, self._clock(), len(result.token_ids))
+        self._batches.append(record)
+        self._num_records += 1 + len(works)
+        while self._num_records > MAX_RECORDS:
+            self._num_records -= 1 + len(self._batches.popleft().stages)
+
+    def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
+        """Record that these requests are about to get tokens; ``now`` is by the clock that they were made with.
+
+        The time between tokens counts only for requests of a single sequence: of several it cannot be attributed.
+        """
+        at, first, later = self._clock(), [], []
+        for request in requests:
+            if request.last_token_at == math.inf:
+                first.append(now - request.arrived_at)
+            elif request.is_single:
+                later.append(now - request.last_token_at)
+        self._first_tokens.extend(zip(repeat(at), first))
+        self._later_tokens.extend(zip(repeat(at), later))
+
+    def as_data(self, num_stages: int, after: int | None = None) -> dict[str, Any]:
+        """Return the fields of ``PipelineActivity`` that this log has.
+
+        ``after`` is the number of the last micro-batch that the client knows; the oldest of the later ones are returned.
+        Without it, or if the log is a new one since, those of the last five seconds are.
+        """
+        now = self._clock()
+        batches = self._select(now, after)
+        return {
+            **self._shares(now, num_stages),
+            "first_token_s": _percentiles(self._first_tokens, now),
+            "inter_token_s": _percentiles(self._later_tokens, now),
+            "micro_batches": [MicroBatchActivity.model_validate(batch, from_attributes=True) for batch in batches],
+            "last": batches[-1].number if batches else self._number,
+        }
+
+    def _select(self, now: float, after: int | None) -> list[MicroBatchRecord]:
+        if after is None or after > self._number:
+            return self._since(now - NEW_SPAN_S)[-MAX_RETURNED:]
+        num_known = max(len(self._batches) - (self._number - after), 0)
+        return list(islice(self._batches, num_known, num_known + MAX_RETURNED))
+
+    def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
+        """Return shares of the last ten seconds, or of as many as the log covers, at least one.
+
+        Micro-batches that were completed in this time count as a whole.
+        """
+        has_dropped = bool(self._batches) and self._batches[0].number > 1
+        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0)
+        recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
+        for stage_id, _, stage_busy_s, _ in chain.from_iterable(batch.stages for batch in recent):
+            busy_s[stage_id] += stage_busy_s
+        num_sampled = sum(batch.num_sampled for batch in recent)
+        return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
+
+    def _since(self, at: float) -> list[MicroBatchRecord]:
+        """Return the micro-batches that were completed after this time, oldest first."""
+        found = []
+        for batch in reversed(self._batches):
+            if batch.at <= at:
+                break
+            found.append(batch)
+        return found[::-1]
+
+
+def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> Percentiles | None:
+    """Return percentiles of the last minute by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
+    recent = sorted(seconds for at, seconds in waits if at > now - WAIT_SPAN_S)
+    if not recent:
+        return None
+    p50, p95 = (recent[math.ceil(len(recent) * percent / 100) - 1] for percent in (50, 95))
+    return Percentiles(p50=p50, p95=p95)

@@ -12,7 +12,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
-from tramontane.router.openai.chunks import ChatChange, ChatChunk, CompletionChange
+from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange, Delta
 from tramontane.router.openai.completion import ChoiceBuilder, Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, chat_logprobs, merge_chat_logprobs
@@ -175,10 +175,9 @@ class ChatCompletion:
         """Return the first event, which names the role; None if the client has received it."""
         if self._has_begun:
             return None
-        delta = {"role": "assistant", "content": ""}
-        return self.chunk(
-            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(self._choices))]
-        )
+        delta = Delta(role="assistant", content="")
+        choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in range(len(self._choices)))
+        return self.chunk([choice.as_json() for choice in choices])
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return one server-sent event."""

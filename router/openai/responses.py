@@ -195,39 +195,6 @@ class ChatAnswer(_WholeAnswer):
     choices: list[ChatChoice]
 
 
-class Model(Answer):
-    """The model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    vocab_size: int
-
-
-class ModelList(Answer):
-    """The served model as a list of one."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Tokens(Answer):
-    """Token ids of a text or a conversation."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: None
-
-
-class Detokenized(Answer):
-    """Text of token ids."""
-
-    prompt: str
-
-
 class Health(Answer):
     """Answer while a pipeline can make tokens."""
 

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
-from tramontane.router.openai.responses import Model, ModelList
+from tramontane.router.openai.responses import Answer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -56,6 +56,24 @@ def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
             "prompt",
         )
     return model.tokenizer.encode(text)
+
+
+class Model(Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    vocab_size: int
+
+
+class ModelList(Answer):
+    """The served model as a list of one."""
+
+    object: Literal["list"]
+    data: list[Model]
 
 
 def model_entry(model: ServedModel, created: int) -> Model:

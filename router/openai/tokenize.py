@@ -10,7 +10,7 @@ from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
-from tramontane.router.openai.responses import Detokenized, Tokens
+from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import ServedModel, offload_if_large
 from tramontane.router.structured.grammar import RequestModel
 from tramontane.router.tokenization.chat import ChatTemplate
@@ -41,6 +41,21 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = None
     tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
+
+
+class Tokens(Answer):
+    """Token ids of a text or a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: None
+
+
+class Detokenized(Answer):
+    """Text of token ids."""
+
+    prompt: str
 
 
 async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequest) -> Tokens:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
 
 BEGAN_AT, ENDED_AT = 1000.0, 1004.0
 STEPS = ((8, 0), (4, 1), (0, 2))  # prefill tokens, decodes
@@ -27,8 +27,13 @@ def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
     return log
 
 
-def pipeline_data(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> dict[str, Any]:
+def pipeline_activity(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> PipelineActivity:
     """Return what ``RouterReplica.activity`` returns."""
     numbers = {"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "epoch": 5, "recoveries": 1}
-    stages = [{"label": f"Stage {1 + stage}/2 layers {4 * stage}-{4 * stage + 3}", "stage": stage} for stage in range(2)]
-    return {"name": name, "stages": stages} | numbers | (log or log_of()).as_data(2, after)
+    stages = [StageInfo(label=f"Stage {1 + i}/2 layers {4 * i}-{4 * i + 3}", stage=i) for i in range(2)]
+    return PipelineActivity(name=name, stages=stages, **numbers, **(log or log_of()).as_data(2, after))
+
+
+def pipeline_data(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> dict[str, Any]:
+    """Return it as in the response of ``GET /activity``."""
+    return pipeline_activity(name, log, after).model_dump()

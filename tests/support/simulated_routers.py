@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from past_activity import pipeline_activity
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.cluster.config.expert_load import ExpertLoad
@@ -20,6 +21,7 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -55,7 +57,7 @@ class Replica:
         self._channels = IngressStreams(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it has none
-        self.reported: dict[str, Any] | None = None
+        self.pipeline: str | None = None  # that it drives
         self.is_dead = False
         self.is_cut_off = False  # nothing arrives or leaves any more, and no one is notified
         self._kept: list[AsyncIterator[bytes]] = []
@@ -96,10 +98,10 @@ class Replica:
             raise ConnectionError("the replica is gone")
         return self.load, self.name
 
-    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+    async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
-        return self.reported and self.reported | {"after": after}, self.name
+        return (pipeline_activity(self.pipeline, after=after.get(self.pipeline)) if self.pipeline else None), self.name
 
 
 class Response:

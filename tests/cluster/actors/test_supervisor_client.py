@@ -1,5 +1,6 @@
-"""Who is missed, and who is not, while the head node is away. Without Ray."""
+"""Who is missed, and who is not, while the head node is away; and how often a call is repeated. Without Ray."""
 
+import asyncio
 import queue
 import threading
 from types import SimpleNamespace
@@ -7,12 +8,15 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
+from tramontane.cluster.actors import expert_actor, supervisor_client
 from tramontane.cluster.actors import supervisor as applications
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors import supervisor_client
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication
+from tramontane.proto.errors import PipelineError
+
+UNAVAILABLE = ActorUnavailableError("it restarts", None)
 
 
 def test_supervisors_get_heartbeats_of_the_command_also_while_they_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +92,61 @@ def test_a_head_node_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ray.util, "list_named_actors", away)
     assert not applications.is_head_alive()
+
+
+@pytest.mark.parametrize(("num_failures", "succeeds"), [(0, True), (2, True), (31, False)])
+def test_a_supervisor_that_restarts_is_called_again_for_some_time(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, *, succeeds: bool
+) -> None:
+    """Each attempt takes a second here."""
+    now, num_left = 0.0, num_failures
+    delays: list[float] = []
+
+    async def call() -> str:
+        nonlocal now, num_left
+        now += 1.0
+        if num_left:
+            num_left -= 1
+            raise UNAVAILABLE
+        return "done"
+
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+
+    monkeypatch.setattr(supervisor_client, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervisor_client, "backoff_delays", lambda first_s, max_s: iter([first_s] + [max_s] * 40))
+    with monkeypatch.context() as patched:
+        patched.setattr(supervisor_client.asyncio, "sleep", sleep)
+        if succeeds:
+            assert asyncio.run(supervisor_client.call_with_retry(call)) == "done"
+        else:
+            with pytest.raises(ActorUnavailableError):
+                asyncio.run(supervisor_client.call_with_retry(call))
+    assert delays == [0.2, *[2.0] * 40][: num_failures if succeeds else 29], "it gives up at the 30th second"
+
+
+@pytest.mark.parametrize(("num_failures", "succeeds"), [(0, True), (2, True), (3, False)])
+def test_an_expert_actor_that_restarts_is_called_again_a_number_of_times(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, *, succeeds: bool
+) -> None:
+    calls: list[tuple[object, ...]] = []
+    delays: list[float] = []
+
+    def get(call: tuple[object, ...]) -> None:
+        calls.append(call)
+        if len(calls) <= num_failures:
+            raise UNAVAILABLE
+
+    actor = SimpleNamespace(load_experts=SimpleNamespace(remote=lambda *arguments: arguments))
+    monkeypatch.setattr(expert_actor, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(expert_actor, "time", SimpleNamespace(sleep=delays.append))
+    monkeypatch.setattr(ray, "get_actor", lambda _name, _namespace: actor)
+    monkeypatch.setattr(ray, "get", get)
+    if succeeds:
+        expert_actor._call_with_retry("experts-0", "load_experts", 7)
+    else:
+        with pytest.raises(PipelineError, match="experts-0 was unavailable 3 times in a row") as raised:
+            expert_actor._call_with_retry("experts-0", "load_experts", 7)
+        assert raised.value.__cause__ is UNAVAILABLE
+    assert calls == [(7,)] * min(num_failures + 1, 3)
+    assert delays == [0.2] * min(num_failures, 2)

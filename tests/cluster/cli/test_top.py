@@ -213,7 +213,7 @@ def test_once_is_one_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_experts_are_requested_until_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends when it is interrupted, without a complaint."""
-    load = MeasuredLoad(((1, 2), (3, 0)), 1).as_data()
+    load = {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 1}
     wait, none = {"error": {"message": "wait", "code": None}}, {"error": {"message": "sorry", "code": "no_experts"}}
     experts = iter([(200, load), (503, wait), (500, wait), (200, load), (404, none)])
     num_requests = itertools.count(1)

@@ -18,8 +18,14 @@ from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, total
 from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
 from tramontane.cluster.console.charts import CELL, busiest_summary, cell_style, heat_legend, heat_map
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.router.openai.responses import ExpertTokens
 
 LOAD = ((10, 20, 30, 40), (5, 5, 5, 5), (0, 0, 0, 0))
+
+
+def _answer(load: MeasuredLoad) -> str:
+    tokens = [list(layer) for layer in load.tokens]
+    return ExpertTokens(tokens_per_expert=tokens, pipelines=load.num_pipelines).model_dump_json()
 
 
 # ---- the numbers and their file
@@ -33,10 +39,10 @@ def test_pipelines_are_added_up() -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = tmp_path / "load.json"
-    for data in (load_as_data(LOAD), MeasuredLoad(LOAD, 3).as_data()):
-        file.write_text(json.dumps(data))
+    for text in (json.dumps(load_as_data(LOAD)), _answer(MeasuredLoad(LOAD, 3))):
+        file.write_text(text)
         assert read_load(file) == LOAD
-    assert MeasuredLoad.from_data(MeasuredLoad(LOAD, 3).as_data()) == MeasuredLoad(LOAD, 3)
+    assert MeasuredLoad.from_data(json.loads(_answer(MeasuredLoad(LOAD, 3)))) == MeasuredLoad(LOAD, 3)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def _error(code: str | None, message: str = "sorry") -> str:
 
 
 def test_the_load_of_a_server_is_requested() -> None:
-    assert fetch_load(_client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data()))) == MeasuredLoad(LOAD, 2)
+    assert fetch_load(_client(200, _answer(MeasuredLoad(LOAD, 2)))) == MeasuredLoad(LOAD, 2)
 
 
 @pytest.mark.parametrize(
@@ -200,20 +206,20 @@ def _run(monkeypatch: pytest.MonkeyPatch, client: httpx.Client, *arguments: str)
 def test_json_is_the_file_that_plans_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    _run(monkeypatch, _client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data())), "--json")
+    _run(monkeypatch, _client(200, _answer(MeasuredLoad(LOAD, 2))), "--json")
     (tmp_path / "load.json").write_text(capsys.readouterr().out)
     assert json.loads((tmp_path / "load.json").read_text()) == {"tokens_per_expert": [list(row) for row in LOAD]}
     assert read_load(tmp_path / "load.json") == LOAD
 
 
 def test_the_picture_goes_to_standard_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _run(monkeypatch, _client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data())))
+    _run(monkeypatch, _client(200, _answer(MeasuredLoad(LOAD, 2))))
     assert "    0  10.0  20.0  30.0  40.0*" in capsys.readouterr().out
 
 
 def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a complaint; and a pipeline that is down for a while does not end it."""
-    requested = iter([(200, json.dumps(_grown(n).as_data())) for n in (1, 2)] + [(503, _error("unavailable"))])
+    requested = iter([(200, _answer(_grown(n))) for n in (1, 2)] + [(503, _error("unavailable"))])
 
     def answer(_request: httpx.Request) -> httpx.Response:
         try:

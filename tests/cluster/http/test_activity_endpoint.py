@@ -1,25 +1,25 @@
 """``GET /activity``: what is requested of the routers, and what the API server reports."""
 
 import asyncio
+import time
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
 import pytest
 from http_fuzz import check_error
-from past_activity import pipeline_data
+from past_activity import pipeline_activity
 from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
-from tramontane.router.engine.activity_log import Activity
+from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
 
 def _answer(query: str, requested: list[Mapping[str, int]], key: str = "secret") -> httpx.Response:
-    async def report(after: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def report(after: Mapping[str, int]) -> list[PipelineActivity]:
         requested.append(after)
-        return [pipeline_data()]
+        return [pipeline_activity()]
 
     async def scenario() -> httpx.Response:
         more = {"extra_routes": ActivityEndpoint(report).routes(), "extra_operations": ACTIVITY_OPERATIONS}
@@ -33,6 +33,30 @@ def test_all_pipelines_are_reported() -> None:
     answer = _answer("", [])
     assert answer.status_code == 200
     assert Activity.model_validate_json(answer.content).pipelines[0].micro_batches[0].stages[1] == (1, 1000.5, 0.25, 0.5)
+
+
+def test_a_response_has_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1005.5)
+    micro_batch = {"number": 1, "step": 0, "epoch": 5, "prefill_tokens": 8, "decodes": 0}
+    second = {"number": 2, "step": 1, "epoch": 5, "prefill_tokens": 4, "decodes": 1}
+    third = {"number": 3, "step": 2, "epoch": 5, "prefill_tokens": 0, "decodes": 2}
+    pipeline = {
+        "name": "app-1",
+        "stages": [{"label": "Stage 1/2 layers 0-3", "stage": 0}, {"label": "Stage 2/2 layers 4-7", "stage": 1}],
+        **{"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "epoch": 5, "recoveries": 1},
+        "busy": [0.375, 0.1875],
+        "tokens_per_s": 1.25,
+        **{"first_token_s": None, "inter_token_s": None},
+        "micro_batches": [
+            micro_batch | {"stages": [[0, 1000.0, 0.5, 0.5], [1, 1000.5, 0.25, 0.5]]},
+            second | {"stages": [[0, 1001.0, 0.5, 0.5], [1, 1001.5, 0.25, 0.5]]},
+            third | {"stages": [[0, 1002.0, 0.5, 0.5], [1, 1002.5, 0.25, 0.5]]},
+        ],
+        "last": 3,
+    }
+    answer = _answer("", [])
+    assert answer.json() == {"now": 1005.5, "pipelines": [pipeline]}
+    assert answer.headers["content-type"] == "application/json"
 
 
 def test_what_follows_is_requested() -> None:

@@ -1,7 +1,6 @@
 """Batch jobs over HTTP at their bounds: long lists, files that are lost, invalid names, keys used twice, jobs removed."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import batch_jobs as jobs_in_tests
 import httpx
 import openai
 import pytest
-from batch_jobs import BatchHarness, all_results, new_batch_harness, pieces, request, requests
+from batch_fixtures import sqlite_harness
+from batch_jobs import BatchHarness, all_results, pieces, request, requests
 from http_fuzz import check_error
 from starlette.applications import Starlette
 
@@ -22,12 +22,7 @@ from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.service import MAX_RESULT_CHARS, BatchService
 from tramontane.router.batch.store import StoredResult
 
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
+harness = sqlite_harness
 
 
 def _http(service: BatchService) -> httpx.AsyncClient:

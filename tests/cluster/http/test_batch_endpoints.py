@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ import openai
 import pytest
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 from http_fuzz import check_error
-from postgres import new_database, postgres
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
@@ -56,21 +55,6 @@ class BatchServer:
     service: BatchService
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    if request.param == "postgresql":
-        harness.database = new_database(request.getfixturevalue("postgres_url"))
-    yield harness
-    harness.close()
 
 
 @asynccontextmanager
@@ -149,6 +133,72 @@ def test_a_batch_without_one_good_line_has_failed(harness: BatchHarness) -> None
         assert await server.client.batches.retrieve(batch.id) == batch
 
     _run_scenario(harness, scenario)
+
+
+def test_answers_have_every_field_of_openai(tmp_path: Path) -> None:
+    """Also those that are null, and none besides."""
+
+    async def scenario(server: BatchServer) -> None:
+        now, http = int(server.harness.clock.now), server.http
+
+        async def upload(text: bytes) -> dict[str, Any]:
+            made = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text)})
+            return dict(made.json())
+
+        file, bad_file = await upload(requests(2)), await upload(b"nonsense\n")
+        assert file == {
+            "id": file["id"],
+            "object": "file",
+            "bytes": len(requests(2)),
+            "created_at": now,
+            "filename": "in.jsonl",
+            "purpose": "batch",
+            "status": "processed",
+            "expires_at": now + 500,
+        }
+        assert (await http.get(f"/v1/files/{file['id']}")).json() == file
+        page = {"object": "list", "data": [bad_file, file], "first_id": bad_file["id"], "last_id": file["id"], "has_more": False}
+        assert (await http.get("/v1/files")).json() == page
+        batch = {"endpoint": "/v1/completions", "metadata": {"who": "me"}}
+        created = (await http.post("/v1/batches", json=batch | {"input_file_id": file["id"]})).json()
+        expected = {
+            "id": created["id"],
+            "object": "batch",
+            "endpoint": "/v1/completions",
+            "errors": None,
+            "input_file_id": file["id"],
+            "completion_window": "24h",
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            **dict.fromkeys(["in_progress_at", "expires_at", "finalizing_at", "expired_at", "cancelling_at"]),
+            **dict.fromkeys(["completed_at", "cancelled_at", "failed_at"]),
+            "request_counts": {"total": 2, "completed": 0, "failed": 0},
+            "metadata": {"who": "me"},
+        }
+        assert created == expected
+        server.harness.clock.now += 100
+        cancelled = (await http.post(f"/v1/batches/{created['id']}/cancel")).json()
+        assert cancelled == expected | {"status": "cancelling", "cancelling_at": now + 100}
+        failed = (await http.post("/v1/batches", json={"endpoint": "/v1/completions", "input_file_id": bad_file["id"]})).json()
+        message = "line 1: it is not JSON: expected ident at line 1 column 2"
+        errors = [{"code": "invalid_line", "message": message, "line": 1, "param": None}]
+        assert failed == expected | {
+            **{"id": failed["id"], "input_file_id": bad_file["id"], "status": "failed", "metadata": None},
+            "errors": {"object": "list", "data": errors},
+            "created_at": now + 100,
+            "failed_at": now + 100,
+            "expires_at": now + 600,
+            "request_counts": {"total": 1, "completed": 0, "failed": 1},
+        }
+        page = {"object": "list", "data": [failed], "first_id": failed["id"], "last_id": failed["id"], "has_more": True}
+        assert (await http.get("/v1/batches?limit=1")).json() == page
+        assert (await http.delete(f"/v1/files/{file['id']}")).json() == {"id": file["id"], "object": "file", "deleted": True}
+        empty = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+        assert (await http.get("/v1/files?purpose=batch_output")).json() == empty
+
+    _run_scenario(new_batch_harness(tmp_path), scenario, keep_s=500.0)
 
 
 REFUSALS: tuple[TramontaneError, ...] = (

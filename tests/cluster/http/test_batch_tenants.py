@@ -6,7 +6,7 @@ The server is the application with its middleware and the gRPC servicer, on the 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ import pytest
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, request, requests
 from google.protobuf.message_factory import GetMessageClass
 from http_fuzz import check_error
-from postgres import new_database, postgres
 from pydantic import SecretStr
 from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_for
 
@@ -85,21 +84,6 @@ class Server:
 
     def __getitem__(self, name: str) -> User:
         return self.users[name]
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    if request.param == "postgresql":
-        harness.database = new_database(request.getfixturevalue("postgres_url"))
-    yield harness
-    harness.close()
 
 
 @asynccontextmanager

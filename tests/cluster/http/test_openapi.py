@@ -12,7 +12,7 @@ import pytest
 import schemathesis
 from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
-from past_activity import pipeline_data
+from past_activity import pipeline_activity
 from pydantic import BaseModel, SecretStr
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -34,9 +34,10 @@ from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
-from tramontane.router.openai.responses import Detokenized
+from tramontane.router.openai.tokenize import Detokenized
 
 USER = {"role": "user", "content": "Hello!"}
 
@@ -51,8 +52,8 @@ PLACE = TemporaryDirectory()
 BATCHES = BatchService(JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny"))
 
 
-async def _activity(_after: Mapping[str, int]) -> list[dict[str, Any]]:
-    return [pipeline_data()]
+async def _activity(_after: Mapping[str, int]) -> list[PipelineActivity]:
+    return [pipeline_activity()]
 
 
 EVERYTHING = {

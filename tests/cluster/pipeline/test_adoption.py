@@ -18,7 +18,6 @@ from tiny_models import tiny_args, tiny_plan
 from tramontane.cluster.actors import supervisor_client
 from tramontane.cluster.actors.lease import LeaseManager
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
-from tramontane.cluster.common.backoff import Backoff
 from tramontane.cluster.pipeline import adoption, lifecycle
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
@@ -179,26 +178,3 @@ def test_existing_pipelines_are_tried_from_the_own_number_on() -> None:
 def test_pipelines_are_sorted_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "actor_names", lambda _: [f"app-{n}{SUPERVISOR_SUFFIX}" for n in (0, 1, 10, 2)])
     assert adoption._pipelines("app") == ["app-0", "app-1", "app-2", "app-10"]
-
-
-def test_delays_double_up_to_a_bound_and_are_drawn_from_zero_on() -> None:
-    bounds: list[tuple[float, float]] = []
-
-    def uniform(low: float, high: float) -> float:
-        bounds.append((low, high))
-        return high / 2
-
-    slept = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    async def scenario() -> None:
-        backoff = Backoff(0.2, 1.0, uniform, sleep)
-        for attempt in (1, 2, 3, 4, 10**6):
-            await backoff.wait(attempt)
-
-    asyncio.run(scenario())
-    assert bounds == [(0.0, 0.2), (0.0, 0.4), (0.0, 0.8), (0.0, 1.0), (0.0, 1.0)]
-    assert slept == [0.1, 0.2, 0.4, 0.5, 0.5]
-    assert len({Backoff(0.2, 1.0).delay_s(3) for _ in range(20)}) == 20, "no two callers come back together"

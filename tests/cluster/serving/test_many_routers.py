@@ -16,7 +16,14 @@ from virtual_time import block_loop, run_in_virtual_time
 from tramontane.cluster.serving import remote_routers, retry_policy
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, with_idle_timeout
-from tramontane.proto.errors import OverloadedError, PipelineError, PipelineUnavailableError, QueueFullError
+from tramontane.proto.errors import (
+    OverloadedError,
+    PipelineError,
+    PipelineRecoveringError,
+    PipelineUnavailableError,
+    QueueFullError,
+    StreamNotOpenError,
+)
 from tramontane.proto.request import SamplingParams, SequenceRequest
 
 NUM_ROUTERS = 64
@@ -162,6 +169,34 @@ def test_that_one_client_has_filled_a_router_is_no_refusal_of_another_client() -
         await asyncio.sleep(retry_policy.NOT_RUNNING_TTL_S)
         assert refusals.matching(first) == {}
         assert not refusals._refusals, "what is too old is not kept"
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_request_searches_until_every_router_has_refused_it() -> None:
+    """Pipelines that recover are asked a second time, when the request may wait for them."""
+
+    async def scenario() -> None:
+        first = SequenceRequest((1,), SamplingParams(max_tokens=1), owner=1)
+        full, recovering, unopened = (
+            QueueFullError("full", 1),
+            PipelineRecoveringError("recovers"),
+            StreamNotOpenError("no stream"),
+        )
+        recent = retry_policy.RecentRefusals()
+        recent.add("a", full, first)
+        search = retry_policy.RouterSearch(recent, first)
+        assert (search.refused.keys(), search.may_wait) == ({"a"}, False)
+        assert search.add("b", recovering, had_choice=True) is None
+        assert search.add("a", unopened, had_choice=False) is None, "others were not asked for"
+        assert not search.may_wait
+        recent.add("c", full, first)
+        assert search.add("d", full, had_choice=True) is None
+        assert search.refused.keys() == {"a", "b", "c", "d"}, "c has refused another request since"
+        assert search.add("a", full, had_choice=True) is None, "only refused ones are left"
+        assert (search.refused.keys(), search.may_wait) == ({"a", "c", "d"}, True)
+        assert search.add("b", recovering, had_choice=True) is None
+        assert isinstance(search.add("b", recovering, had_choice=True), QueueFullError)
 
     run_in_virtual_time(scenario())
 
@@ -314,6 +349,22 @@ def test_a_consumer_that_takes_its_time_does_not_make_a_router_silent() -> None:
             await asyncio.sleep(20.0)
             num += 1
         assert num == 3
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_router_is_silent_also_after_a_consumer_took_its_time() -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        yield KEEPALIVE
+        await asyncio.sleep(10.0)
+        yield b"late"
+
+    async def scenario() -> None:
+        received = with_idle_timeout(messages(), 5.0)
+        assert await anext(received) == KEEPALIVE
+        await asyncio.sleep(20.0)
+        with pytest.raises(TimeoutError):
+            await anext(received)
 
     run_in_virtual_time(scenario())
 

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from past_activity import pipeline_activity
 from ray.serve.config import RequestRouterConfig
 from simulated_routers import Handle, Replica, driven, fill, harness, pending, policy, replicas_named, request_tokens, stuck
 
@@ -72,9 +73,9 @@ def test_the_activity_of_every_router_is_requested() -> None:
     async def scenario() -> None:
         replicas = [Replica(name) for name in "abcd"]
         async with harness(replicas, running="") as routers:
-            replicas[0].reported, replicas[2].reported = {"name": "app-2"}, {"name": "app-1"}
-            after = {"app-1": 7}
-            assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
+            replicas[0].pipeline, replicas[2].pipeline = "app-2", "app-1"
+            reported = await routers.activity({"app-1": 2})
+            assert reported == [pipeline_activity("app-1", after=2), pipeline_activity("app-2")]
             assert [each.call_counts["activity"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.is_dead = True
@@ -107,9 +108,9 @@ def test_reports_of_others_are_kept_where_a_router_does_not_answer(silent: str, 
         replicas = [Replica(name) for name in "abc"]
         async with harness(replicas, running="") as routers:
             for each in replicas:
-                each.reported, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
+                each.pipeline, each.load, each.is_cut_off = each.name, ((1, 2),), each.name in silent
             well = [each.name for each in replicas if not each.is_cut_off]
-            assert [reported["name"] for reported in await routers.activity({})] == well
+            assert [reported.name for reported in await routers.activity({})] == well
             assert (await routers.expert_load()).num_pipelines == len(well)
             assert not await routers.is_ready()
             assert [each.call_counts["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]

@@ -4,7 +4,6 @@ The replicas are real: their surroundings are the test's, that is Ray Serve, the
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from past_activity import log_of, pipeline_data
+from past_activity import log_of
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -27,7 +26,7 @@ from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity
+from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as Prompt
 
@@ -448,15 +447,13 @@ def test_a_pipeline_reports_what_it_is_and_does(around: Surroundings) -> None:
         around.router.change(epoch=5)
         scheduler.add(Prompt(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
         scheduler.schedule()
-        reported, name = await replica.activity({"app-1": 1, "other": 2})
-        shown = PipelineActivity.model_validate_json(json.dumps(reported))
+        shown, name = await replica.activity({"app-1": 1, "other": 2})
+        assert shown is not None
         assert (name, shown.name, shown.epoch, shown.recoveries) == ("replica", "app-1", 5, 3)
         assert [stage.label for stage in shown.stages] == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7"]
         assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
         assert shown.pages == around.plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
-        assert reported is not None
-        assert reported.keys() == pipeline_data().keys()
         around.router.is_ready = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
 

@@ -273,14 +273,17 @@ def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monke
     def config(**ports: int) -> EngineConfig:
         return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
 
-    assert check_running_serve(config())
-    assert not check_running_serve(config(grpc_port=0))
+    reported: list[str] = []
+    assert check_running_serve(config(), reported.append)
+    assert not check_running_serve(config(grpc_port=0), reported.append)
     with pytest.raises(ConfigError, match=f"give --grpc-port {GRPC_PORT}, or 0 for none"):
-        check_running_serve(config(grpc_port=1234))
+        check_running_serve(config(grpc_port=1234), reported.append)
     with pytest.raises(ConfigError, match=f"give --host 127.0.0.1 --port {PORT}"):
-        check_running_serve(config(port=1234))
+        check_running_serve(config(port=1234), reported.append)
+    assert reported == []
     monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("another.function",))
-    assert not check_running_serve(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
+    assert not check_running_serve(config(grpc_port=1234), reported.append), "Ray Serve was started without our gRPC"
+    assert [message.partition(",")[0] for message in reported] == ["gRPC is off"]
 
 
 # ---- official clients

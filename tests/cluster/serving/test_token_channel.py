@@ -132,6 +132,25 @@ def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(
     asyncio.run(scenario())
 
 
+def test_the_call_of_a_request_that_fails_ends() -> None:
+    """All of its sequences have failed, so that the router does not work on any."""
+
+    async def scenario() -> None:
+        async with _remote(StepByStep()) as (_, router, handle):
+            stream = aiter(handle._subscribe("ingress", "replica"))
+            assert await anext(stream) == KEEPALIVE
+            response = handle._generate("ingress", 1, wire.encode_specs([LONG, LONG]), model_key(""))
+            await _until(lambda: router.num_requests == 1)
+            router._fail(PipelineError("every stage has died"))
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert response._call.done()
+            assert await response == DONE
+            assert router.num_requests == 0
+
+    asyncio.run(scenario())
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     """Bounded by pytest's timeout."""
     while not condition():

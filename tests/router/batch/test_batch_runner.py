@@ -3,12 +3,13 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
+from batch_fixtures import sqlite_harness
+from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, pieces, request, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,11 +52,7 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
+harness = sqlite_harness
 
 
 async def _whole(

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
-from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
+from batch_fixtures import sqlite_harness
+from batch_jobs import BatchHarness, all_results, echo, pieces, request, requests
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
@@ -15,12 +15,7 @@ from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore
 from tramontane.router.batch.runner import MAX_WAIT_S, BatchRunner
 from tramontane.router.batch.storage import JobStorage
 
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
+harness = sqlite_harness
 
 
 def _loses_the_answer(claims: JobClaimStore) -> None:

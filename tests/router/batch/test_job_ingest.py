@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 
 from tramontane.proto.errors import JobRefusedError
@@ -16,12 +17,7 @@ from tramontane.router.batch import ingest as job_intake
 from tramontane.router.batch.input_lines import InputLine, LineSplitter, parse_line
 from tramontane.router.openai.body_bounds import MAX_GROUPS
 
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
+harness = sqlite_harness
 
 
 def test_lines_are_cut_outside_the_event_loop_and_not_too_many_at_once(

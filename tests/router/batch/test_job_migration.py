@@ -9,7 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from batch_jobs import BatchHarness, all_results, new_batch_harness, pieces, requests
-from postgres import new_database, postgres
+from postgres import new_database
 from sqlalchemy import Connection, inspect
 
 from tramontane.proto.errors import JobRefusedError, UnknownFileError, UnknownJobError
@@ -31,12 +31,6 @@ OLD_STATEMENTS = (
         SELECT number, 0, 1, 'a', '{"custom_id": "a", "body": {"prompt": 1}}', 0, 0
         FROM tramontane_jobs WHERE job_id = 'batch_old'""",
 )
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

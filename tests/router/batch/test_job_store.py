@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
-from postgres import new_database, postgres
+from postgres import new_database
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
@@ -25,14 +25,9 @@ from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.urls import UrlReader
 
 
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
+    """Results are on disk, or in the memory of this process."""
     harness = new_batch_harness(tmp_path) if request.param == "sqlite" else _on_postgres(request)
     yield harness
     harness.close()

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import BatchHarness, all_results, new_batch_harness, pieces, request, requests
+from batch_fixtures import sqlite_harness
+from batch_jobs import BatchHarness, all_results, pieces, request, requests
 
 from tramontane.proto.errors import JobStoreError
 from tramontane.proto.jobs import JobOptions, JobState
@@ -21,11 +22,7 @@ from tramontane.router.batch.storage import StorageFile
 NUM_LARGE = 4
 
 
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
+harness = sqlite_harness
 
 
 @asynccontextmanager

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import LIMITS, BatchHarness, all_results, new_batch_harness, pieces, request, requests
-from postgres import new_database, postgres
+from batch_jobs import LIMITS, BatchHarness, all_results, pieces, request, requests
 
 from tramontane.proto.errors import (
     JobRefusedError,
@@ -26,28 +25,6 @@ from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.service import BatchService
 
 GOOD = request("a", 1)
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    if request.param == "postgresql":
-        harness.database = new_database(request.getfixturevalue("postgres_url"))
-    yield harness
-    harness.close()
-
-
-@pytest.fixture
-def on_sqlite(tmp_path: Path) -> Iterator[BatchHarness]:
-    harness = new_batch_harness(tmp_path)
-    yield harness
-    harness.close()
 
 
 async def _endless(part: bytes) -> AsyncIterator[bytes]:
@@ -255,7 +232,7 @@ def test_uploads_at_the_same_time_are_counted_while_they_grow(harness: BatchHarn
     assert service._quota.usage().num_bytes == 0
 
 
-def test_large_uploads_hold_up_nothing_else(on_sqlite: BatchHarness) -> None:
+def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> None:
     go_on = threading.Event()
 
     def endless() -> Iterator[bytes]:
@@ -263,7 +240,7 @@ def test_large_uploads_hold_up_nothing_else(on_sqlite: BatchHarness) -> None:
         yield b"x"
 
     async def scenario() -> None:
-        keyless = on_sqlite.service()
+        keyless = sqlite_harness.service()
         own, other = keyless.for_tenant("own"), keyless.for_tenant("other")
         uploads = [asyncio.create_task(own.upload("in", "batch", endless())) for _ in range(2 * batch_service.THREADS)]
         try:
@@ -278,12 +255,12 @@ def test_large_uploads_hold_up_nothing_else(on_sqlite: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_streams_of_a_tenant_leave_room_for_others(on_sqlite: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_a_tenant_leave_room_for_others(sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may have half of what the others leave of eight."""
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 8)
 
     async def scenario() -> None:
-        keyless = on_sqlite.service()
+        keyless = sqlite_harness.service()
         jobs = {}
         for tenant in ("one", "two", "three", "four"):
             jobs[tenant] = (await keyless.for_tenant(tenant).submit(pieces(GOOD), JobOptions())).job_id
@@ -350,11 +327,11 @@ def test_a_tenant_alone_has_all_places(harness: BatchHarness) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_lines_of_a_tenant_do_not_wait_for_the_many_jobs_of_another(
-    on_sqlite: BatchHarness, monkeypatch: pytest.MonkeyPatch, concurrency: int
+    sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, concurrency: int
 ) -> None:
     """One has more open jobs than a runner takes at once; of the lines that begin every second one is the other tenant's."""
     monkeypatch.setattr(batch_runner, "MAX_JOBS", 10)
-    service, begun = on_sqlite.service(), list[str]()
+    service, begun = sqlite_harness.service(), list[str]()
     _submit_jobs(service, "many", 18, num_lines=20)
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -365,7 +342,7 @@ def test_lines_of_a_tenant_do_not_wait_for_the_many_jobs_of_another(
     async def scenario() -> None:
         few = service.for_tenant("few")
         job = await few.submit(pieces(b"".join(request(f"f{i}", "few") for i in range(40))), JobOptions())
-        async with on_sqlite.running(on_sqlite.runner(answer, concurrency)):
+        async with sqlite_harness.running(sqlite_harness.runner(answer, concurrency)):
             assert len(await all_results(few, job.job_id)) == 40
 
     asyncio.run(scenario())

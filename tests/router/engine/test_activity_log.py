@@ -13,7 +13,7 @@ from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine import activity_log as activity_module
 from tramontane.router.engine.active_request import ActiveRequest
-from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.activity_log import ActivityLog, Percentiles
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
@@ -37,7 +37,7 @@ def _batch(step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 
 
 
 def _numbers(data: dict[str, Any]) -> list[int]:
-    return [batch["number"] for batch in data["micro_batches"]]
+    return [batch.number for batch in data["micro_batches"]]
 
 
 def test_a_micro_batch_is_logged_as_it_was() -> None:
@@ -47,7 +47,7 @@ def test_a_micro_batch_is_logged_as_it_was() -> None:
     data = log.as_data(2)
     stages = [(0, 990.0, 0.5, 1.0), (1, 991.0, 0.5, 1.0)]
     expected = {"number": 1, "step": 4, "epoch": 1, "prefill_tokens": 3, "decodes": 2, "stages": stages}
-    assert data["micro_batches"] == [expected]
+    assert [batch.model_dump() for batch in data["micro_batches"]] == [expected]
     assert data["last"] == 1
     assert data["first_token_s"] is data["inter_token_s"] is None
 
@@ -131,7 +131,7 @@ def test_waits_for_tokens() -> None:
         for request in requests:
             request.deliver([], now)
     data = log.as_data(0)
-    assert data["first_token_s"] == {"p50": 3.0, "p95": 4.0}
+    assert data["first_token_s"] == Percentiles(p50=3.0, p95=4.0)
     assert sorted(seconds for _, seconds in log._later_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
     clock.now += 61
     assert log.as_data(0)["first_token_s"] is None, "of the last minute"
@@ -141,7 +141,7 @@ def test_waits_for_tokens() -> None:
 def test_percentiles(num: int, p50: int, p95: int) -> None:
     log = ActivityLog(Clock())
     log.record_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
-    assert log.as_data(0)["inter_token_s"] == {"p50": p50, "p95": p95}
+    assert log.as_data(0)["inter_token_s"] == Percentiles(p50=p50, p95=p95)
 
 
 def test_the_router_notes_what_comes_back() -> None:
@@ -158,7 +158,7 @@ def test_the_router_notes_what_comes_back() -> None:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        assert [(b["prefill_tokens"], b["decodes"]) for b in data["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
+        assert [(b.prefill_tokens, b.decodes) for b in data["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
         assert len(log._first_tokens) == 1
         assert len(log._later_tokens) == 3
         assert data["tokens_per_s"] > 0
