@@ -434,8 +434,10 @@ def test_a_number_of_a_hundred_thousand_digits_is_refused(field: str) -> None:
     _refused_text(field, "9" * 100_000)
 
 
-def test_a_number_of_a_hundred_thousand_digits_may_be_zero() -> None:
-    assert parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 100_000)).temperature == 0
+def test_a_number_of_sixty_thousand_digits_may_be_zero_and_one_of_more_is_refused_unread() -> None:
+    assert parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 60_000)).temperature == 0
+    with pytest.raises(ParameterError, match="a number of more than 511 digits"):
+        parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 100_000))
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "unknown"])
