@@ -1,9 +1,12 @@
-"""Prompts and conversations to token ids, checked before anything is generated for them."""
+"""What a program gives ``LLM``: sampling parameters, and prompts and conversations, which become token ids."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tramontane.proto import request
 from tramontane.proto.errors import RequestError
+from tramontane.router.openai.request_fields import parse_stops
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer, validate_text
@@ -11,6 +14,33 @@ from tramontane.router.tokenization.tokenizer import Tokenizer, validate_text
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(request.SamplingParams):
+    """Sampling parameters of a program: those of one sequence, and two that concern a prompt and its text.
+
+    Attributes:
+        n: completions per prompt.
+        stop: texts, or one text, that end a completion, which does not include them.
+    """
+
+    n: int = 1
+    stop: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        request.SamplingParams.__post_init__(self)
+        if self.n < 1:
+            raise RequestError(f"n is {self.n}; it must be at least 1")
+        try:
+            object.__setattr__(self, "stop", parse_stops(self.stop))
+        except ValueError as error:
+            raise RequestError(f"stop: {error}") from None
+
+    def of_choice(self, choice: int) -> request.SamplingParams:
+        """Return the parameters of one sequence, as they are sent to the pipeline."""
+        values = {field.name: getattr(self, field.name) for field in fields(request.SamplingParams)}
+        return request.SamplingParams(**values | {"choice": choice})
 
 
 class PromptEncoder:
