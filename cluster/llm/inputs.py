@@ -9,7 +9,7 @@ from tramontane.proto.errors import RequestError
 from tramontane.router.openai.request_fields import parse_stops
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
-from tramontane.router.tokenization.tokenizer import Tokenizer, validate_text
+from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
@@ -57,14 +57,9 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         """Return the ids of a text, or the ids themselves. Raises RequestError for what cannot be generated from."""
-        if not isinstance(prompt, str):
-            return self._check_ids(tuple(prompt), name)
-        if not prompt.strip():
-            raise RequestError(f"{name} is empty")
-        tokenizer = self._require_tokenizer()
-        with validate_text(prompt):
-            tokenizer.check_length(prompt, self._max_model_len)
-            return self._check_ids(tokenizer.encode(prompt), name)
+        if not isinstance(prompt, str) and (wrong := [each for each in prompt if not isinstance(each, int)]):
+            raise RequestError(f"{name} has {wrong[0]!r}, which is no token id; give a text, or a list of whole numbers")
+        return encode_prompt(self.tokenizer, prompt, self._max_model_len, self._vocab_size, name)
 
     def encode_chat(self, messages: Sequence[Message], name: str) -> tuple[int, ...]:
         """Return the ids of a conversation, up to where the assistant answers. Raises RequestError, CheckpointError."""
@@ -72,21 +67,8 @@ class PromptEncoder:
             raise RequestError(f"{name} has no messages")
         if self._template is None:
             self._template = load_chat_template(self._folder, self._require_tokenizer())
-        return self._check_ids(self._template.encode([_to_chat_message(message, name) for message in messages]), name)
-
-    def _check_ids(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
-        if not ids:
-            raise RequestError(f"{name} is empty")
-        if wrong := [each for each in ids if not isinstance(each, int)]:
-            raise RequestError(f"{name} has {wrong[0]!r}, which is no token id; give a text, or a list of whole numbers")
-        if len(ids) >= self._max_model_len:
-            raise RequestError(
-                f"{name} has {len(ids)} tokens; with a context of {self._max_model_len} positions "
-                f"it may have at most {self._max_model_len - 1}"
-            )
-        if bad := [each for each in ids if not 0 <= each < self._vocab_size]:
-            raise RequestError(f"{name} has token id {bad[0]}; the model's vocabulary has the ids 0 to {self._vocab_size - 1}")
-        return ids
+        ids = self._template.encode([_to_chat_message(message, name) for message in messages])
+        return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

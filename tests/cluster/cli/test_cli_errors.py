@@ -174,11 +174,6 @@ def test_a_configuration_file_that_cannot_be_read_is_named(refused: Refused, tmp
 # ---- prompts
 
 
-@pytest.mark.parametrize("empty", ["", " ", "\n\t "])
-def test_an_empty_prompt_is_refused_by_its_number(refused: Refused, model: Path, empty: str) -> None:
-    assert refused("generate", "--model", model, "--local", "The", empty) == "prompt 2 is empty"
-
-
 def test_blank_lines_alone_are_no_prompt(refused: Refused, model: Path) -> None:
     assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"\n \n\r\n\t\n")
 
@@ -209,7 +204,7 @@ def test_standard_input_that_is_no_text_is_refused(refused: Refused, model: Path
 def test_an_argument_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
     """A lone byte 0xff on the command line reaches Python as a surrogate."""
     message = refused("generate", "--model", model, "--local", "The", os.fsdecode(b"fox \xff"))
-    assert message == "prompt 2 is not valid UTF-8"
+    assert message == "prompt 2: the text is not valid Unicode"
 
 
 @pytest.mark.parametrize(("flags", "context"), [([], 128), (["--max-model-len", "20"], 20)])
