@@ -107,22 +107,13 @@ def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401
 
 
 def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Make those keys of the file that are options of this command the defaults of these. A plan has a stage per GPU."""
+    """Make those keys of the file that are options of this command the defaults of these."""
     if path is not None:
         keys = {key: value for key, value in ConfigFile.read(path).keys.items() if value is not None}
         names = {parameter.name for parameter in context.command.params}
-        if "stages" in keys and "stages" not in names:
-            keys["gpus"] = _num_gpus(keys["stages"], keys.get("stages_per_gpu", 1))
         texts = {key: ",".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in keys.items()}
         context.default_map = {key: text for key, text in texts.items() if key in names}
     return path
-
-
-def _num_gpus(stages: object, stages_per_gpu: object) -> object:
-    """Return 3 for 5 stages, 2 to a GPU. What is not a number is left to the option to refuse."""
-    if isinstance(stages, int) and isinstance(stages_per_gpu, int) and stages_per_gpu > 0:
-        return -(-stages // stages_per_gpu)
-    return stages
 
 
 # For commands that plan or model something, of which only some keys are options.
@@ -130,6 +121,12 @@ ConfigDefaults = Annotated[
     Path | None,
     option("--config", is_eager=True, callback=_as_defaults, help="YAML file; those of its keys count that are options here."),
 ]
+
+
+def is_from_file(context: typer.Context, name: str) -> bool:
+    """Return True if an option has its value from the file of ``ConfigDefaults``, because it was not given."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT_MAP"
 
 
 def explicit_options(context: typer.Context) -> list[str]:
