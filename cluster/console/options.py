@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumType
 from functools import wraps
 from pathlib import Path
 from types import NoneType
@@ -60,7 +61,7 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # no
     words, default = field.description, default_text(field)
     if help is None:
         help = f"{words} Default: {default}." if default else words
-    flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"]
+    flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"] or _choices(name)
     if _flag_type(name) is bool:  # the second form overrides a file
         flag_name, metavar = f"{flag_name}/--no-{flag_name.removeprefix('--')}", ""
     return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
@@ -95,6 +96,13 @@ def _flag_type(name: str) -> Any:  # noqa: ANN401 - a type, or list[str]
         return list[str]
     kinds = _plain_types(FIELDS[name][0].annotation)
     return next((kind for kind in FLAG_TYPES if kinds == {kind}), str)
+
+
+def _choices(name: str) -> str | None:
+    """Return ``<text|json>`` for a key that has one of some words."""
+    kind = next(iter(_plain_types(FIELDS[name][0].annotation)))
+    words = list(kind) if isinstance(kind, EnumType) else get_args(kind) if get_origin(kind) is Literal else ()
+    return f"<{'|'.join(words)}>" if words else None
 
 
 def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401

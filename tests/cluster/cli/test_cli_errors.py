@@ -410,6 +410,22 @@ def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
     assert "bool" not in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        ("generate", {"load-format": "auto|dummy", "dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8"}),
+        ("plan", {"dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8", "expert-replicas": "N|auto"}),
+        ("serve", {"link": "object-store|direct", "log-format": "text|json", "log-level": "debug|info|warning|error"}),
+        ("make-random", {"scale": "full|small", "layout": "hf|mistral"}),
+        ("batch submit", {"endpoint": "/v1/completions|/v1/chat/completions"}),
+    ],
+)
+def test_help_shows_the_choices_of_an_option(words: str, choices: dict[str, str]) -> None:
+    shown = CliRunner().invoke(cli.app, [*words.split(), "--help"], env={"COLUMNS": "200"}).stdout
+    found = dict(re.findall(r"--([a-z-]+) +<?([^ >]+)>? ", shown))
+    assert {name: found[name] for name in choices} == choices
+
+
 @pytest.mark.parametrize(("switch", "expected"), [("--no-local", "false"), ("--local", "true")])
 def test_a_switch_overrides_a_file_in_either_direction(tmp_path: Path, switch: str, expected: str) -> None:
     (file := tmp_path / "file.yaml").write_text(f"local: {'false' if expected == 'true' else 'true'}\n")
