@@ -8,8 +8,8 @@ from tramontane.proto import request
 from tramontane.proto.errors import RequestError
 from tramontane.router.openai.request_fields import parse_stops
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
-from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
-from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
+from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer, require_tokenizer
+from tramontane.router.tokenization.tokenizer import encode_prompt
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
@@ -56,9 +56,16 @@ class PromptEncoder:
         self._template: ChatTemplate | None = None
 
     def encode(self, prompt: Prompt, name: str) -> tuple[int, ...]:
-        """Return the ids of a text, or the ids themselves. Raises RequestError for what cannot be generated from."""
+        """Return the ids of a text, or the ids themselves.
+
+        Raises:
+            RequestError: nothing can be generated from it.
+            CheckpointError: it is a text, and the folder has no tokenizer.
+        """
         if not isinstance(prompt, str) and (wrong := [each for each in prompt if not isinstance(each, int)]):
             raise RequestError(f"{name} has {wrong[0]!r}, which is no token id; give a text, or a list of whole numbers")
+        if isinstance(prompt, str) and self.tokenizer is None:
+            require_tokenizer(self._folder, self._vocab_size)  # raises the error that names the files
         return encode_prompt(self.tokenizer, prompt, self._max_model_len, self._vocab_size, name)
 
     def encode_chat(self, messages: Sequence[Message], name: str) -> tuple[int, ...]:
@@ -66,14 +73,9 @@ class PromptEncoder:
         if not messages:
             raise RequestError(f"{name} has no messages")
         if self._template is None:
-            self._template = load_chat_template(self._folder, self._require_tokenizer())
+            self._template = load_chat_template(self._folder, require_tokenizer(self._folder, self._vocab_size))
         ids = self._template.encode([_to_chat_message(message, name) for message in messages])
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{self._folder} has no tokenizer; give prompts as token ids")
-        return self.tokenizer
 
 
 def _to_chat_message(message: Message, name: str) -> ChatMessage:

@@ -15,7 +15,7 @@ import pytest
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_keys import DEMO_MODEL
 from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
-from tramontane.proto.errors import ConfigError, PipelineError, RequestError
+from tramontane.proto.errors import CheckpointError, ConfigError, PipelineError, RequestError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = ["ROMEO:", "To be, or not to be"]
@@ -109,7 +109,7 @@ def test_wrong_sampling_parameters_are_refused(fields: dict[str, Any], message: 
         SamplingParams(**fields)
 
 
-def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO_MODEL / name)
     with LLM(tmp_path, local=True, progress=False) as silent:
@@ -117,6 +117,9 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
         assert output.outputs[0].text == ""
         with pytest.raises(RequestError, match="stop needs text, and this model has no tokenizer"):
             silent.generate([[1, 2]], replace(GREEDY, stop="x"))
+        for call in (lambda: silent.generate("ROMEO:"), lambda: silent.chat([{"role": "user", "content": "?"}])):
+            with pytest.raises(CheckpointError, match=r"has no tokenizer: there is none of tekken\.json, tokenizer\.json"):
+                call()
 
 
 def test_equal_prompts_differ_without_a_seed_and_are_the_same_with_one(llm: LLM) -> None:
