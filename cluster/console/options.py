@@ -10,11 +10,12 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from tramontane.cluster.config.engine_config import GROUPS, ConfigFile, EngineConfig
 from tramontane.cluster.config.key import extra
+from tramontane.proto.byte_size import format_bytes_flag
 from tramontane.proto.errors import UserError
 
 FLAG_TYPES = (bool, int, float, Path)  # what else a key may be, its flag takes as text, which EngineConfig parses
@@ -52,6 +53,8 @@ def default_text(field: FieldInfo) -> str:
     if extra(field)["unset"]:
         return str(extra(field)["unset"])
     default = field.default
+    if isinstance(default, ByteSize):
+        return format_bytes_flag(default)
     return "" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
 
 

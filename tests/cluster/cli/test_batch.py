@@ -31,6 +31,7 @@ from tramontane.cluster.console import batch_client
 from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import PipelineError
 from tramontane.router.batch.input_lines import JobLimits
 
@@ -354,7 +355,7 @@ def test_full_storage_is_not_waited_for(tmp_path: Path, tramontane: Callable[...
         tramontane("submit", tmp_path / "in.jsonl", "--url", url)
         before = len(server.paths)
         complaint = refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
-        assert f"and at most {int(2.5 * size)} may be stored (--jobs-max-bytes); delete files" in complaint
+        assert f"and at most {format_bytes(int(2.5 * size))} may be stored (--jobs-max-bytes); delete files" in complaint
         assert len(server.paths) == before + 1
 
 

@@ -696,7 +696,7 @@ REFUSED_BODIES = {
     b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}": "the body is not JSON: recursion limit exceeded",
     b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
     b'{"prompt": "' + b"la " * 2**20 + b'"}': "a text of 3145728 characters is too long; there is room for 2048 tokens",
-    TEN_MB: "the body is larger than 8388608 bytes; send less at once",
+    TEN_MB: "the body is larger than 8 MiB; send less at once",
 }
 
 
@@ -761,12 +761,12 @@ FRAMED = {
         400,
         "the body is not JSON: EOF",
     ),
-    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
-    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
+    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8 MiB"),
+    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8 MiB"),
     "too large in chunks": (
         post_request(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
         413,
-        "the body is larger than 8388608 bytes",
+        "the body is larger than 8 MiB",
     ),
     "by GET": (
         post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"GET /v1/completions HTTP/1.1"),
