@@ -34,7 +34,7 @@ def flag(name: str, help: str, is_eager: bool = False) -> Any:  # noqa: ANN401
 
 Config = Annotated[Path | None, option("--config", help="YAML file of these options, without the dashes: max_num_seqs: 32.")]
 Json = Annotated[bool, flag("--json", help="Write machine-readable output to standard output.")]
-Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy.")]
+Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.")]
 TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
 TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 keeps all.")]
 
