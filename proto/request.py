@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -146,6 +146,20 @@ class SequenceRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:
             raise RequestError(f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}")
+
+
+def validate_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt") -> None:
+    """Raise RequestError if nothing could be generated after these ids; ``name`` is how it names the prompt."""
+    if not prompt_ids:
+        raise RequestError(f"{name} is empty; give it at least one token")
+    if len(prompt_ids) >= max_model_len:
+        raise RequestError(
+            f"{name} has {len(prompt_ids)} tokens; with a context of {max_model_len} positions "
+            f"it may have at most {max_model_len - 1}"
+        )
+    for token_id in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{name} has token id {token_id}; the model's vocabulary has the ids 0 to {vocab_size - 1}")
 
 
 # ---- to the client

@@ -1,7 +1,9 @@
 """A server's log as JSON, and its spans: by what a client calls its request it is found in ingress, router and stages."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +67,10 @@ def _spans(folder: str) -> list[dict[str, Any]]:
     return spans
 
 
+def _message(line: str) -> str:
+    return str(json.loads(line)["message"])
+
+
 def _first_stage(folder: str) -> int:
     """Its process: Ray puts what an actor says of itself, and its process's number, on the log of its standard error."""
     (log,) = [f for f in Path(folder).glob("ray/session_2*/logs/worker-*.err") if ":actor_name:Stage 1/" in f.read_text()]
@@ -81,12 +87,16 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
                 next(reported)
                 os.kill(_first_stage(folder), signal.SIGKILL)  # so that the next one misses its hidden states
                 assert "".join(reported).endswith("data: [DONE]\n\n")
+            assert process.stderr is not None
+            lost, again = itertools.islice((m for m in map(_message, process.stderr) if m.startswith("pipeline ")), 2)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate()
         ingress, router = (_lines(folder, f"serve/replica_tramontane_{name}_*.log") for name in ("Ingress", "Router"))
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
+    assert re.fullmatch(r"pipeline \S+ has lost Stage 1/2 layers 0-3, which gets a new process: .+", lost)
+    assert re.fullmatch(r"pipeline \S+ runs again, \d+\.\d s after the loss", again)
     (answered,) = _naming("mine/1", ingress)
     assert (answered["component"], answered["status"], answered["path"]) == ("ingress", 200, "/v1/completions")
     of_router = _naming("mine/1", router)

@@ -81,7 +81,10 @@ PACKAGES: dict[str, set[str]] = {
         *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),
         *("router.engine", "router.scheduling", "router.simulation"),
     },
-    "cluster.llm": {"proto", "cluster.common", "cluster.config", "cluster.console", "cluster.pipeline", "router.tokenization"},
+    "cluster.llm": {
+        *("proto", "cluster.common", "cluster.config", "cluster.console", "cluster.pipeline"),
+        *("router.openai", "router.tokenization"),
+    },
     "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.ray_internals", "cluster.serving"},
     # Only modules that keep names of version 0.1.0 working; nothing of ours imports them.
     "router": {"router.grpc"},

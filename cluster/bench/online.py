@@ -13,7 +13,7 @@ import httpx
 from tramontane.cluster.bench.report import BenchDisplay
 from tramontane.cluster.bench.results import BenchMetrics, BenchResult, Failure, RequestTrace, Round, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
-from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
+from tramontane.cluster.console.server_client import base_url, no_answer, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
 TIMEOUT = httpx.Timeout(600, connect=10)  # between two pieces of an answer
@@ -71,9 +71,7 @@ async def _fetch_model(client: httpx.AsyncClient) -> tuple[str, int | None]:
         entry = answer.json()["data"][0]
         return str(entry["id"]), entry.get("vocab_size")
     except httpx.HTTPError as error:
-        raise ConfigError(
-            f"--url {client.base_url} does not answer GET /v1/models: {str(error) or type(error).__name__}"
-        ) from error
+        raise ConfigError(no_answer(client, error)) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible server?") from error
 

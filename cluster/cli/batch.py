@@ -19,6 +19,7 @@ from tramontane.cluster.console.options import Json, flag, option
 from tramontane.cluster.console.output_files import check_replaceable
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.store import BatchError, summarize_line_errors
 
 RATE_WINDOW_S = 60.0
@@ -41,7 +42,7 @@ def _client(url: str, key: str | None, key_file: Path | None) -> Iterator[BatchC
 @batch.command(cls=PlainCommand)
 def submit(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file, in the format of OpenAI's batches.")],
-    endpoint: Annotated[str, option("--endpoint", help="Endpoint of the requests.")] = "/v1/completions",
+    endpoint: Annotated[Endpoint, option("--endpoint", help="Endpoint of the requests.")] = "/v1/completions",
     any_order: Annotated[bool, flag("--any-order", help="Write results as they are ready, not in the order of input.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter
 
 from tramontane.cluster.config.engine_config import GROUPS, SECRETS, ConfigFile, EngineConfig
 from tramontane.cluster.config.key import extra
-from tramontane.cluster.console.options import default_text, explicit_options, flag, flags_of, load_config, with_options
+from tramontane.cluster.console.options import FIELDS, default_text, explicit_options, flag, flags_of, load_config, with_options
+from tramontane.proto.byte_size import format_bytes_flag
 
 HIDDEN = "***"
+SIZES = ("SIZE", "SIZES")  # metavars of keys that are numbers of bytes
 FLAG, AS_CODE = re.compile(r"--[a-z]+(-[a-z]+)*( direct| dummy)?"), r"`\g<0>`"
 COMMENTS_FROM = 44  # columns
 INTRODUCTION = """# Configuration
@@ -53,8 +56,17 @@ def config(
     if settings.json_output:
         print(json.dumps(values))
         return
-    for line in _lines(values, _sources(context)):
+    sizes = {name: _readable_size(values[name]) for name, (field, _) in FIELDS.items() if extra(field)["metavar"] in SIZES}
+    for line in _lines(values | sizes, _sources(context)):
         print(line)
+
+
+def _readable_size(value: Any) -> Any:  # noqa: ANN401 - sizes in bytes, one or several or none
+    """Return a size as options take it, 24GiB, or the number of bytes if that is not exact."""
+    if not isinstance(value, int):
+        return [_readable_size(each) for each in value] if value else value
+    text = format_bytes_flag(value)
+    return text if TypeAdapter(ByteSize).validate_python(text) == value else value
 
 
 def _redact(settings: EngineConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``tramontane plan``: what each stage would hold, before anything is bought, downloaded or started."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import per_expert
 from tramontane.cluster.config.key import for_each_expert_actor
-from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, key_option, option, with_options
+from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, is_from_file, key_option, option, with_options
 from tramontane.cluster.planning.capacity import (
     LENGTHS,
     max_length_in_slots,
@@ -45,12 +46,19 @@ def plan(
     gpu_memory: Annotated[
         str, key_option("gpu_memory", help="Memory of each GPU: 80GiB for all, or one size per GPU: 24GiB,24GiB,80GiB.")
     ],
-    gpus: Annotated[int | None, option("--gpus", help="Number of GPUs. Default: as many as --gpu-memory has sizes.")] = None,
+    stages: Annotated[
+        int | None, key_option("stages", help="Pipeline depth. Default: one per GPU, or as --stages-per-gpu says.")
+    ] = None,
+    gpus: Annotated[
+        int | None, option("--gpus", help="Number of GPUs. Default: as many as --stages needs, or --gpu-memory has sizes.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(model)
     settings = _settings(context)
+    if stages is not None and gpus is not None and is_from_file(context, "stages"):
+        settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
     if len(budgets) > args.n_layers:
         per_gpu = settings.stages_per_gpu
@@ -95,18 +103,24 @@ def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int) -> Pi
 
 
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
-    """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB."""
-    memories, per_gpu = settings.gpu_memory or (), settings.stages_per_gpu
+    """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB. Of 5 stages the third GPU has one."""
+    memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
+    needed = None if stages is None else math.ceil(stages / per_gpu)
+    if None not in (gpus, needed) and gpus != needed:
+        raise ConfigError(
+            f"--gpus is {gpus}, and --stages {stages} with --stages-per-gpu {per_gpu} needs {needed}; give one of both"
+        )
+    source, given = ("--stages", needed) if gpus is None else ("--gpus", gpus)
     if len(memories) == 1:
-        memories *= gpus or 1
+        memories *= given or 1
     speeds = settings.gpu_speed or (1,) * len(memories)
-    for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
+    for name, number in ((source, len(memories) if given is None else given), ("--gpu-speed", len(speeds))):
         if number != len(memories):
             raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
     budgets = [StageBudget(memory // per_gpu, speed) for memory, speed in zip(memories, speeds, strict=True)]
-    return tuple(budget for budget in budgets for _ in range(per_gpu))
+    return tuple(budget for budget in budgets for _ in range(per_gpu))[:stages]
 
 
 def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> ExpertPlanReport | None:

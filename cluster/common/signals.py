@@ -1,12 +1,15 @@
 """Handling of Ctrl-C, SIGTERM and a closed terminal (SIGHUP)."""
 
 import asyncio
+import os
 import queue
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
+
+import psutil
 
 INTERRUPTED = 130  # the exit status of a command that was interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -96,29 +99,47 @@ class SignalCounter:
 
 
 @contextmanager
-def defer_signals() -> Iterator[None]:
-    """Finish the block before the first Ctrl-C raises KeyboardInterrupt; a second one interrupts the block.
+def defer_signals(note: str) -> Iterator[None]:
+    """Finish the block before the first signal takes effect, and print ``note`` at once; a second signal ends the process.
 
-    The same holds for every signal that Python answers with KeyboardInterrupt. Signal handlers of an event loop are left alone.
+    It is for blocks that block the event loop, and holds for signals that Python answers with KeyboardInterrupt or that a loop
+    handles, which sees them after the block. Other handlers of signals are left alone. After a first signal a second one ends
+    the process in the clean-up, too.
     """
     received: list[int] = []
 
     def defer(number: int, _frame: object) -> None:
         if received:
-            raise KeyboardInterrupt
+            _end_at_once()
         received.append(number)
+        with suppress(OSError):  # standard error is closed
+            os.write(2, f"{note}\n".encode())  # print may be what was interrupted
 
     in_main = threading.current_thread() is threading.main_thread()  # others may not set handlers, and are not interrupted
-    deferred = [number for number in SIGNALS if in_main and signal.getsignal(number) is signal.default_int_handler]
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if in_main}
+    deferred = {number: handler for number, handler in handlers.items() if _is_default(handler)}
     for number in deferred:
         signal.signal(number, defer)
     try:
         yield
     finally:
-        for number in deferred:
-            signal.signal(number, signal.default_int_handler)
-    if received:
+        for number, handler in deferred.items():
+            signal.signal(number, defer if received else handler)
+    if received and deferred[signal.Signals(received[0])] is signal.default_int_handler:
         raise KeyboardInterrupt
+
+
+def _is_default(handler: object) -> bool:
+    """Return True for Python's handler of Ctrl-C, and for what stands in for the handlers of a running event loop."""
+    return handler is signal.default_int_handler or getattr(handler, "__module__", "") == "asyncio.unix_events"
+
+
+def _end_at_once() -> None:
+    """End this process and what it has started, without any clean-up."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    os._exit(INTERRUPTED)
 
 
 @contextmanager

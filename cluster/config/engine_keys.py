@@ -183,7 +183,7 @@ class RunKeys(KeyGroup):
         "Run all stages in one process without Ray. Not with --address, --link direct or --expert-actors; not for serve.",
         in_serve_config=False,
     )
-    seed: int = key(0, "Seed of sampling, and of bench's prompts.", in_serve_config=False)
+    seed: int = key(0, "Seed of sampling, and of bench's prompts. Over HTTP it is random.", in_serve_config=False)
     json_output: bool = key(False, "Write machine-readable output to standard output.", alias="json", in_serve_config=False)
 
 

@@ -40,7 +40,7 @@ def key(
         default: The value if the key is not given.
         description: Full sentences for ``--help`` and docs/configuration.md.
         unset: What applies if the key is not given, in words, where the default value does not show it.
-        metavar: How ``--help`` names the value; the type's name if it is None.
+        metavar: How ``--help`` names the value; its choices, or else the type's name, if it is None.
         alias: The name in files and flags if it cannot be the field's.
         has_flag: False for a key that only files may have.
         in_serve_config: False if a Ray Serve config must not have the key.

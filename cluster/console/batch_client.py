@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
+from tramontane.cluster.console.server_client import base_url, is_other_protocol, no_answer, raise_if_unauthorized
 from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -204,12 +204,9 @@ class BatchClient:
                 self._raise_for_status(answer)
             except (httpx.TransportError, _RetryLater) as error:
                 why = str(error) or type(error).__name__
-                is_wrong_url = isinstance(error, httpx.ConnectError) and not self._has_answered  # and not a server that restarts
-                if is_wrong_url:
-                    raise PipelineError(
-                        f"nothing answers at --url {self._http.base_url}: {why}; is tramontane serve running there? "
-                        "If it is elsewhere, give its --url"
-                    ) from error
+                is_wrong_url = isinstance(error, httpx.ConnectError) or is_other_protocol(error)
+                if is_wrong_url and not self._has_answered:  # else it is a server that restarts
+                    raise PipelineError(no_answer(self._http, error)) from error
                 if failing_since is None:
                     self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
                 is_busy = isinstance(error, _RetryLater) and error.is_busy

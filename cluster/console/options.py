@@ -3,17 +3,19 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumType
 from functools import wraps
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from tramontane.cluster.config.engine_config import GROUPS, ConfigFile, EngineConfig
 from tramontane.cluster.config.key import extra
+from tramontane.proto.byte_size import format_bytes_flag
 from tramontane.proto.errors import UserError
 
 FLAG_TYPES = (bool, int, float, Path)  # what else a key may be, its flag takes as text, which EngineConfig parses
@@ -32,7 +34,7 @@ def flag(name: str, help: str, is_eager: bool = False) -> Any:  # noqa: ANN401
 
 Config = Annotated[Path | None, option("--config", help="YAML file of these options, without the dashes: max_num_seqs: 32.")]
 Json = Annotated[bool, flag("--json", help="Write machine-readable output to standard output.")]
-Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy.")]
+Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.")]
 TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
 TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 keeps all.")]
 
@@ -51,6 +53,8 @@ def default_text(field: FieldInfo) -> str:
     if extra(field)["unset"]:
         return str(extra(field)["unset"])
     default = field.default
+    if isinstance(default, ByteSize):
+        return format_bytes_flag(default)
     return "" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
 
 
@@ -60,7 +64,7 @@ def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # no
     words, default = field.description, default_text(field)
     if help is None:
         help = f"{words} Default: {default}." if default else words
-    flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"]
+    flag_name, metavar = f"--{name.replace('_', '-')}", extra(field)["metavar"] or _choices(name)
     if _flag_type(name) is bool:  # the second form overrides a file
         flag_name, metavar = f"{flag_name}/--no-{flag_name.removeprefix('--')}", ""
     return typer.Option(flag_name, help=help, metavar=metavar, rich_help_panel=title, **details)
@@ -97,6 +101,13 @@ def _flag_type(name: str) -> Any:  # noqa: ANN401 - a type, or list[str]
     return next((kind for kind in FLAG_TYPES if kinds == {kind}), str)
 
 
+def _choices(name: str) -> str | None:
+    """Return ``<text|json>`` for a key that has one of some words."""
+    kind = next(iter(_plain_types(FIELDS[name][0].annotation)))
+    words = list(kind) if isinstance(kind, EnumType) else get_args(kind) if get_origin(kind) is Literal else ()
+    return f"<{'|'.join(words)}>" if words else None
+
+
 def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401
     """Return the members of a union, without None and without what is annotated: ``PositiveInt | None`` is int."""
     if get_origin(annotation) is Annotated:
@@ -107,22 +118,13 @@ def _plain_types(annotation: Any) -> set[Any]:  # noqa: ANN401
 
 
 def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Make those keys of the file that are options of this command the defaults of these. A plan has a stage per GPU."""
+    """Make those keys of the file that are options of this command the defaults of these."""
     if path is not None:
         keys = {key: value for key, value in ConfigFile.read(path).keys.items() if value is not None}
         names = {parameter.name for parameter in context.command.params}
-        if "stages" in keys and "stages" not in names:
-            keys["gpus"] = _num_gpus(keys["stages"], keys.get("stages_per_gpu", 1))
         texts = {key: ",".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in keys.items()}
         context.default_map = {key: text for key, text in texts.items() if key in names}
     return path
-
-
-def _num_gpus(stages: object, stages_per_gpu: object) -> object:
-    """Return 3 for 5 stages, 2 to a GPU. What is not a number is left to the option to refuse."""
-    if isinstance(stages, int) and isinstance(stages_per_gpu, int) and stages_per_gpu > 0:
-        return -(-stages // stages_per_gpu)
-    return stages
 
 
 # For commands that plan or model something, of which only some keys are options.
@@ -130,6 +132,12 @@ ConfigDefaults = Annotated[
     Path | None,
     option("--config", is_eager=True, callback=_as_defaults, help="YAML file; those of its keys count that are options here."),
 ]
+
+
+def is_from_file(context: typer.Context, name: str) -> bool:
+    """Return True if an option has its value from the file of ``ConfigDefaults``, because it was not given."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT_MAP"
 
 
 def explicit_options(context: typer.Context) -> list[str]:

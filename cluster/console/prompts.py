@@ -4,12 +4,12 @@ import sys
 from dataclasses import dataclass
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.proto.errors import CheckpointError, ConfigError, RequestError
+from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import is_preset, resolve_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.router.tokenization.loader import require_tokenizer
-from tramontane.router.tokenization.tokenizer import Tokenizer
+from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +66,4 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
     tokenizer = require_tokenizer(config.model, args.vocab_size)
     if not prompts:
         raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
-    encoded = []
-    for prompt in prompts:
-        if not prompt.text.strip():
-            raise RequestError(f"{prompt.source} is empty")
-        ids = _encode(tokenizer, prompt, context)
-        if max(ids) >= args.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
-            )
-        if len(ids) >= context:
-            raise RequestError(
-                f"{prompt.source} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
-            )
-        encoded.append(ids)
-    return tokenizer, encoded
-
-
-def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int) -> tuple[int, ...]:
-    try:
-        prompt.text.encode()
-        tokenizer.check_length(prompt.text, context)
-        return tokenizer.encode(prompt.text)
-    except UnicodeEncodeError:
-        raise RequestError(f"{prompt.source} is not valid UTF-8") from None
-    except RequestError as error:
-        raise RequestError(f"{prompt.source}: {error}") from error
+    return tokenizer, [encode_prompt(tokenizer, prompt.text, context, args.vocab_size, prompt.source) for prompt in prompts]

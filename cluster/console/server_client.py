@@ -58,10 +58,24 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
     try:
         answer = client.request(method, path, **options)
     except httpx.HTTPError as error:
-        advice = "; is tramontane serve running there?" if isinstance(error, httpx.ConnectError) else ""
-        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}{advice}") from error
+        raise ConfigError(no_answer(client, error)) from error
     raise_if_unauthorized(client, answer)
     return answer
+
+
+def no_answer(client: httpx.Client | httpx.AsyncClient, error: Exception) -> str:
+    """Return why the server did not answer, and what to do if the URL seems to be wrong."""
+    reason, advice = str(error) or type(error).__name__, ""
+    if isinstance(error, httpx.ConnectError):
+        advice = "; is tramontane serve running there?"
+    elif is_other_protocol(error):
+        advice = "; the port does not speak HTTP/1: give the --port of tramontane serve, not its --grpc-port"
+    return f"--url {client.base_url} does not answer: {reason}{advice}"
+
+
+def is_other_protocol(error: Exception) -> bool:
+    """Return True if what listens sent something else than HTTP/1, as a gRPC port does; False if it closed the connection."""
+    return isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error)
 
 
 def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:

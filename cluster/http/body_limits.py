@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import OverloadedError, RequestError
 from tramontane.router.openai.body_bounds import run_off_loop
 
@@ -90,7 +91,7 @@ class BodyLimiter:
                         part = await anext(parts, None)
                 except TimeoutError:
                     raise BodyTooSlowError(
-                        f"the body comes too slowly; send {MIN_PROGRESS_BYTES} bytes, or the rest, "
+                        f"the body comes too slowly; send {format_bytes(MIN_PROGRESS_BYTES)}, or the rest, "
                         f"within {self._progress_timeout_s:g} s"
                     ) from None
                 if part is None:
@@ -102,4 +103,4 @@ class BodyLimiter:
 
 
 def _too_large(max_body: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"the body is larger than {max_body} bytes; send less at once")
+    return BodyTooLargeError(f"the body is larger than {format_bytes(max_body)}; send less at once")

@@ -1,7 +1,8 @@
 """Offline generation: ``from tramontane.llm import LLM, SamplingParams, EngineConfig``."""
 
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.llm.inputs import SamplingParams
 from tramontane.cluster.llm.offline import LLM, CompletionOutput, GenerationOutput, TokenLogprob
-from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.request import FinishReason
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams", "TokenLogprob"]

@@ -1,9 +1,10 @@
 """``LLM``: a pipeline for the Python program that creates it, without a server. Its results have the shape of vLLM's."""
 
 import asyncio
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,12 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
-from tramontane.cluster.llm.prompts import Message, Prompt, PromptEncoder
+from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, SamplingParams
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
+from tramontane.proto.request import FinishReason, SequenceRequest
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.tokenization.chat import ChatMessage
-from tramontane.router.tokenization.tokenizer import IncrementalDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class TokenLogprob:
 class CompletionOutput:
     """One completion of a prompt. ``index`` counts the completions of the same prompt.
 
+    ``text`` ends before a stop string, and ``token_ids`` with the token that completed it.
     ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty.
     """
 
@@ -98,12 +100,13 @@ class LLM:
             raise
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, n: int = 1
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, n: int | None = None
     ) -> list[GenerationOutput]:
         """Complete all prompts at once; the results are in the order of the prompts.
 
-        ``prompts`` is one text, one sequence of token ids, or several of either; ``n`` completions are made of each. Without a
-        seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every run.
+        ``prompts`` is one text, one sequence of token ids, or several of either; ``sampling.n`` completions are made of each.
+        Without a seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every
+        run. The argument ``n`` is deprecated.
 
         Raises:
             RequestError: a prompt is empty or does not fit into the context; nothing is generated then.
@@ -112,18 +115,19 @@ class LLM:
         several = _as_several(prompts)
         encoded = [self._prompts.encode(prompt, f"prompt {number}") for number, prompt in enumerate(several, start=1)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._complete(texts, encoded, sampling or SamplingParams(), n, is_answer=False)
+        return self._complete(texts, encoded, _sampling(sampling, n), is_answer=False)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
-        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant.
+        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. The argument ``n`` is
+        deprecated in favor of ``sampling.n``.
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
@@ -132,7 +136,7 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping | ChatMessage)
         several: Sequence[Any] = [messages] if is_one else messages
         encoded = [self._prompts.encode_chat(each, f"conversation {number}") for number, each in enumerate(several, start=1)]
-        return self._complete([None] * len(encoded), encoded, sampling or SamplingParams(), n, is_answer=True)
+        return self._complete([None] * len(encoded), encoded, _sampling(sampling, n), is_answer=True)
 
     def close(self) -> None:
         """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than once."""
@@ -145,24 +149,20 @@ class LLM:
         self.close()
 
     def _complete(
-        self,
-        texts: Sequence[str | None],
-        encoded: Sequence[tuple[int, ...]],
-        sampling: SamplingParams,
-        n: int,
-        *,
-        is_answer: bool,
+        self, texts: Sequence[str | None], encoded: Sequence[tuple[int, ...]], sampling: SamplingParams, *, is_answer: bool
     ) -> list[GenerationOutput]:
-        if n < 1:
-            raise RequestError(f"n is {n}; it must be at least 1")
+        n, tokenizer = sampling.n, self._prompts.tokenizer
+        if sampling.stop and tokenizer is None:
+            raise RequestError("stop needs text, and this model has no tokenizer")
 
         async def complete(engine: Engine, progress: Progress) -> list[GenerationOutput]:
             bar = progress.add_task("generating", total=len(encoded) * n)
 
             async def complete_one(prompt: int, index: int) -> _Completion:
-                tokenizer, choice = self._prompts.tokenizer, index if sampling.seed is not None else prompt * n + index
-                decoder = tokenizer.decoder(is_text_start=is_answer) if tokenizer else None
-                output = await _completion(engine, decoder, encoded[prompt], replace(sampling, choice=choice), index)
+                choice = index if sampling.seed is not None else prompt * n + index
+                text = ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens, is_text_start=is_answer)
+                spec = SequenceRequest(encoded[prompt], sampling.of_choice(choice))
+                output = await _completion(engine, text, spec, index)
                 progress.advance(bar)
                 return output
 
@@ -176,6 +176,15 @@ class LLM:
                 return self._engine.run(lambda engine: complete(engine, progress))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+
+def _sampling(sampling: SamplingParams | None, n: int | None) -> SamplingParams:
+    """Return the parameters of a call, with ``n`` of its deprecated argument if that was given."""
+    sampling = sampling or SamplingParams()
+    if n is None:
+        return sampling
+    warnings.warn("the argument n is deprecated; use SamplingParams(n=...)", DeprecationWarning, stacklevel=3)
+    return replace(sampling, n=n)
 
 
 def _as_several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -193,25 +202,29 @@ def _to_output(text: str | None, prompt_ids: tuple[int, ...], completions: Seque
     return GenerationOutput(text, prompt_ids, tuple(output for output, _ in completions), completions[0][1])
 
 
-async def _completion(
-    engine: Engine, decoder: IncrementalDecoder | None, prompt_ids: tuple[int, ...], sampling: SamplingParams, index: int
-) -> _Completion:
+async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceRequest, index: int) -> _Completion:
     """Generate completion ``index`` of a prompt; its text is empty where the model has no tokenizer."""
+    pieces: list[str] = []
     token_ids: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
-    finish = None
-    async for batch in engine.router.generate([SequenceRequest(prompt_ids, sampling)]):
-        token_ids += [event.token_id for event in batch.events]
-        finish = batch.events[-1].finish or finish
-        for run in batch.logprobs:
-            for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
-                logprobs[run.start + offset] = TokenLogprob(logprob, top)
-    assert finish is not None
-    text = "".join(map(decoder.push, token_ids)) + decoder.finish() if decoder else ""
+    async with aclosing(engine.router.generate([spec])) as batches:
+        async for batch in batches:
+            for run in batch.logprobs:
+                for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
+                    logprobs[run.start + offset] = TokenLogprob(logprob, top)
+            for event in batch.events:
+                if event.finish is FinishReason.ERROR:  # its token is not one that the grammar allows
+                    text.finish = FinishReason.ERROR
+                elif text.finish is None:
+                    pieces.append(text.push(event))
+                    token_ids.append(event.token_id)
+            if text.finish is not None:
+                break
+    assert text.finish is not None
     ours = [logprobs[position] for position in sorted(logprobs)]
-    num_prompt = sum(position < len(prompt_ids) for position in logprobs)
-    output = CompletionOutput(index, text, tuple(token_ids), finish, tuple(ours[num_prompt:]))
-    return output, tuple(ours[:num_prompt])
+    num_prompt = sum(position < len(spec.prompt_ids) for position in logprobs)
+    own = ours[num_prompt:][: len(token_ids)]
+    return CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own)), tuple(ours[:num_prompt])
 
 
 @contextmanager

@@ -1,7 +1,11 @@
-"""Progress of stages and expert actors that load their weights, polled and shown while a caller waits for them."""
+"""What stages and expert actors report to the command that started them, which polls them.
+
+While they load their progress is shown; later each loss of one is reported, and when its pipeline runs again.
+"""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +16,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX
+from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth, actor_names
 from tramontane.cluster.common.periodic import run_periodically
+from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto.plan import ExpertActorPlan, PipelinePlan, StagePlan
 
-POLL_S = 0.5
+POLL_S, WATCH_POLL_S = 0.5, 1.0
+FIRST_ANSWER_TIMEOUT_S = 5.0
 WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's name in a worker's
 
 
@@ -29,6 +36,7 @@ class LoadProgress:
     total_bytes: int
 
 
+WorkerAnswer = WorkerHealth | RayError
 ShowLoading = Callable[[Sequence[LoadProgress]], None]
 
 
@@ -69,35 +77,99 @@ def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, 
     if show is None:
         yield
         return
-    poller = _ProgressPoller(pipelines + WORKER)
+    poller, loaded = _WorkerPoller(pipelines + WORKER), dict[str, int]()
 
     def update() -> None:
         with suppress(Exception):  # of Ray, which may be ending: the block learns why, this is only the display
-            show(load_progress(plan, poller.poll(), num_pipelines))
+            answers = poller.poll()[1]
+            loaded.update({name: answer.bytes_loaded for name, answer in answers.items() if isinstance(answer, WorkerHealth)})
+            show(load_progress(plan, loaded, num_pipelines))
 
     with run_periodically(POLL_S, update):
         yield
 
 
-class _ProgressPoller:
+@contextmanager
+def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[None]:
+    """Poll the workers of pipelines in a thread, and report losses, while the block runs."""
+    poller, losses = _WorkerPoller(pipelines + WORKER), LossReporter(report)
+
+    def update(wait_s: float = 0.0) -> None:
+        with suppress(RayError):  # the head node is away
+            losses.observe(*poller.poll(wait_s))
+
+    update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it was known
+    with run_periodically(WATCH_POLL_S, update):
+        yield
+
+
+class LossReporter:
+    """Reports workers that were lost, and pipelines that run again. Workers that are removed with their pipeline are not lost."""
+
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report, self._clock = report, clock
+        self._known: dict[str, WorkerHealth] = {}  # the last answers, by name
+        self._lost: dict[str, tuple[float, set[str]]] = {}  # since when and which workers, by pipeline
+
+    def observe(self, names: Collection[str], answers: Mapping[str, WorkerAnswer]) -> None:
+        """Take the names of all workers, and new answers of some of them."""
+        self._known = {name: health for name, health in self._known.items() if name in names}
+        self._lost = {pipeline: lost for pipeline, lost in self._lost.items() if any(name.startswith(pipeline) for name in names)}
+        for name, answer in answers.items():
+            known = self._known.get(name)
+            if isinstance(answer, RayError):
+                if known is not None:
+                    self._lose(name, known, ray_error_message(answer))
+                continue
+            if known is not None and known.pid != answer.pid:
+                self._lose(name, known, f"process {known.pid} has ended")
+            self._known[name] = answer
+            if _is_at_work(answer):
+                self._find(name)
+
+    def _lose(self, name: str, known: WorkerHealth, cause: str) -> None:
+        pipeline = re.sub(WORKER, "", name)
+        _, names = self._lost.setdefault(pipeline, (self._clock(), set()))
+        if name not in names:
+            names.add(name)
+            self._report(f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}")
+
+    def _find(self, name: str) -> None:
+        pipeline = re.sub(WORKER, "", name)
+        since, names = self._lost.get(pipeline, (0.0, set[str]()))
+        names.discard(name)
+        if pipeline in self._lost and not names:
+            del self._lost[pipeline]
+            self._report(f"pipeline {pipeline} runs again, {self._clock() - since:.1f} s after the loss")
+
+
+def _is_at_work(health: WorkerHealth) -> bool:
+    """Return True for a worker that is loaded, or that a router has fenced. An idle pipeline is fenced with the next request."""
+    return health.bytes_loaded >= health.weight_bytes or (isinstance(health, StageHealth) and health.epoch >= 0)
+
+
+class _WorkerPoller:
     """Polls workers as they appear: none is called again before it has answered, however long its process takes to start."""
 
     def __init__(self, names: str) -> None:
         self._names = names
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._pending: dict[str, ObjectRef[WorkerHealth]] = {}
-        self._loaded: dict[str, int] = {}
 
-    def poll(self) -> Mapping[str, int]:
-        """Return the loaded bytes by name, from the latest answers, without waiting."""
-        for name in actor_names(self._names):
+    def poll(self, wait_s: float = 0.0) -> tuple[list[str], dict[str, WorkerAnswer]]:
+        """Return the names of all workers and the new answers by name; wait so long for each of those."""
+        answers: dict[str, WorkerAnswer] = {}
+        names = actor_names(self._names)
+        for name in names:
             if name not in self._handles:
                 self._handles[name] = ray.get_actor(name, NAMESPACE)
             if name not in self._pending:
                 self._pending[name] = self._handles[name].health.options(concurrency_group="control").remote()
         for name, ref in list(self._pending.items()):
-            if ray.wait([ref], timeout=0)[0]:
+            if ray.wait([ref], timeout=wait_s)[0]:
                 del self._pending[name]
-                with suppress(RayError):  # it restarts
-                    self._loaded[name] = ray.get(ref).bytes_loaded
-        return self._loaded
+                try:
+                    answers[name] = ray.get(ref)
+                except RayError as error:  # it restarts, or was removed
+                    answers[name] = error
+        return names, {name: answer for name, answer in answers.items() if name in names}

@@ -47,7 +47,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by every process that Ray starts
     try:
-        with _starting_ray(), keep_loopback_address():
+        with _starting_ray("stopping the local Ray cluster"), keep_loopback_address():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -80,7 +80,7 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
     assert_supported(RAY_SYMBOLS, JOIN_SYMBOLS)
     check_ray_address(address, ADVICE_IF_REQUIRED if required else ADVICE)
     try:
-        with _starting_ray():
+        with _starting_ray("leaving the Ray cluster"):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(
@@ -95,13 +95,17 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
 
 
 @contextmanager
-def _starting_ray() -> Iterator[None]:
-    """Defer signals while Ray starts, and keep Ray and its library from handling SIGTERM.
+def _starting_ray(if_interrupted: str) -> Iterator[None]:
+    """Defer signals while Ray starts, which blocks for seconds, and keep Ray and its library from handling SIGTERM.
 
     Python crashes at its exit if Ray is left half started.
     """
     try:
-        with keep_handler(signal.SIGTERM), keep_sigterm_handler(), defer_signals():
+        with (
+            keep_handler(signal.SIGTERM),
+            keep_sigterm_handler(),
+            defer_signals(f"Interrupted: {if_interrupted}; Ctrl-C again ends at once."),
+        ):
             yield
     except KeyboardInterrupt:
         ray.shutdown()

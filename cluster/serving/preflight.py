@@ -5,11 +5,14 @@ Otherwise mistakes would show only when the model is loaded, or only in the logs
 
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import ray
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -25,6 +28,7 @@ from tramontane.router.batch.urls import UrlReader
 POLL_INTERVAL_S = 0.1
 RESOURCES_TIMEOUT_S = 5.0
 PORT_TIMEOUT_S = 15.0
+RUNNING_SERVER = re.compile(r"tramontane\S* serve\b")  # a command line
 
 
 def check_job_storage(config: EngineConfig) -> None:
@@ -71,7 +75,8 @@ def check_resources(spec: PipelineSpec, num_pipelines: int) -> None:
 def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
     """Raise ConfigError unless the HTTP and gRPC addresses can be bound here.
 
-    A port in use is waited for up to ``PORT_TIMEOUT_S``: the cluster of a server that was killed needs some seconds to end.
+    A port that a Ray cluster uses is waited for up to ``PORT_TIMEOUT_S``: that of a server that was killed needs some seconds
+    to end.
     """
     if config.grpc_port == config.port:
         raise ConfigError(f"--grpc-port and --port are both {config.port}; choose another --grpc-port")
@@ -85,7 +90,7 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
     is_reported = False
     while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        if not in_use or time.monotonic() > deadline:
+        if not (in_use and _may_be_released(port)) or time.monotonic() > deadline:
             raise ConfigError(
                 f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
             ) from error
@@ -93,6 +98,18 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
             report(f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process still has")
         is_reported = True
         time.sleep(POLL_INTERVAL_S)
+
+
+def _may_be_released(port: int) -> bool:
+    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve`` that is running."""
+    with suppress(psutil.Error):  # who listens cannot be seen
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                process = psutil.Process(connection.pid)
+                titles = [" ".join(each.cmdline()) for each in (process, *process.parents())]
+                is_ray = any(title.startswith("ray::") or "raylet" in title for title in titles)
+                return is_ray and not any(RUNNING_SERVER.search(title) for title in titles)
+    return True
 
 
 def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:

@@ -24,7 +24,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
-from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
+from tramontane.cluster.pipeline.load_progress import ShowLoading, report_losses, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.planning.hardware import probe_local
 from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
@@ -104,9 +104,11 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
         _wait_until_healthy(url)
         grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
         num_stages = len(actor_names(rf"{OUR_PIPELINES}{STAGE_SUFFIX}\d+")) // config.replicas
-        announce(ReadyInfo(url, grpc, config, num_stages, time.time() - started_at))
+        ready = ReadyInfo(url, grpc, config, num_stages, time.time() - started_at)
         with SignalCounter() as signals:
-            signals.wait_next()
+            with report_losses(OUR_PIPELINES, logger.warning):
+                announce(ready)
+                signals.wait_next()
             stop(DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
 
 

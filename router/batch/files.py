@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import FileTooLargeError, JobStoreError, UnknownFileError
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.quotas import TenantQuota
@@ -118,7 +119,7 @@ class FileStore:
         for piece in pieces:
             num_bytes += len(piece)
             if num_bytes > self._max_bytes:
-                raise FileTooLargeError(f"the file is larger than {self._max_bytes} bytes; split it")
+                raise FileTooLargeError(f"the file is larger than {format_bytes(self._max_bytes)}; split it")
             if num_bytes - num_recorded >= RECORD_BYTES:
                 self._record_size(record, num_bytes)
                 num_recorded = num_bytes

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncIterator, Callable
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError
 from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import InputLine, JobLimits, LineSplitter, parse_line
@@ -95,5 +96,5 @@ async def digest_of_text(pieces: AsyncIterator[bytes], max_bytes: int, threads: 
 
 def _count_bytes(num_bytes: int, piece: bytes, max_bytes: int) -> int:
     if num_bytes + len(piece) > max_bytes:
-        raise FileTooLargeError(f"the input is larger than {max_bytes} bytes; split it")
+        raise FileTooLargeError(f"the input is larger than {format_bytes(max_bytes)}; split it")
     return num_bytes + len(piece)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.openai.body_bounds import check_elements
@@ -95,7 +96,7 @@ def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int) -> ParsedLine
     custom_id = None
     try:
         if raw.text is None:
-            raise RequestError(f"it is longer than {max_bytes} bytes")
+            raise RequestError(f"it is longer than {format_bytes(max_bytes)}")
         request = _parse_json(raw.text)
         custom_id = _custom_id(request)
         _check_request(request, endpoint)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, case, func, select
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import OverloadedError, QuotaExceededError
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import JobLimits
@@ -73,7 +74,8 @@ class TenantQuota:
     def _check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.limits.max_stored_bytes:
             raise QuotaExceededError(
-                f"your files and batch jobs would hold {num_bytes} bytes with this one, and at most "
-                f"{self.limits.max_stored_bytes} may be stored (--jobs-max-bytes); delete files, or wait until jobs expire",
+                f"your files and batch jobs would hold {format_bytes(num_bytes)} with this one, and at most "
+                f"{format_bytes(self.limits.max_stored_bytes)} may be stored (--jobs-max-bytes); "
+                "delete files, or wait until jobs expire",
                 QUOTA_RETRY_AFTER_S,
             )

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import AuthenticationError, RequestError, UnimplementedError
 from tramontane.proto.grpc_messages import job_message, line_message, status_for
 from tramontane.proto.jobs import JobService
@@ -237,7 +238,7 @@ class GrpcServicer:
             raise RequestError(request.message)
         size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
         if size > self._max_message:
-            raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
+            raise RequestError(f"the message is larger than {format_bytes(self._max_message)}; send less at once")
 
     def _identity(self, context: Context) -> Identity:
         """Return who calls. Raises AuthenticationError."""

@@ -27,7 +27,7 @@ from tramontane.router.openai.logprobs import (
 )
 from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
-from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_prompts, validate_request
+from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
 from tramontane.router.structured.grammar import build_grammar
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Completion:
         """Validate and tokenize. Raises RequestError for what can never run. Without a ``builder`` answers are completions."""
         validate_request(model, request)
         prompt_ids = await tokenize_prompts(model, request.prompt)
-        validate_prompts(model, request, [len(ids) for ids in prompt_ids])
+        validate_answer_size(model, request, [len(ids) for ids in prompt_ids])
         if builder is None:
             texts = [ChoiceDetokenizer(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
             builder = ChoiceBuilder(texts, grammar=await _grammar(model, request))

@@ -26,9 +26,10 @@ def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+def parse_stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Return stop strings, from one text or several. Raises ValueError."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops[: MAX_STOPS + 1]):
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops[: MAX_STOPS + 1]):
         raise ValueError("it must be a text or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each")
@@ -76,7 +77,7 @@ class SamplingFields(RequestModel):
     logit_bias: Annotated[LogitBias, BeforeValidator(_biases, json_schema_input_type=LogitBiasInput)] = Field((), strict=False)
     min_tokens: Annotated[int, default_if_null(0)] = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=StopInput)] = Field((), strict=False)
+    stop: Annotated[tuple[str, ...], BeforeValidator(parse_stops, json_schema_input_type=StopInput)] = Field((), strict=False)
     ignore_eos: Annotated[bool, default_if_null(False)] = False
     n: Annotated[int, default_if_null(1)] = Field(1, ge=1, le=128)
 

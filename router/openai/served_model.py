@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from tramontane.proto.errors import ParameterError, UnknownModelError
+from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import Answer
-from tramontane.router.tokenization.tokenizer import Tokenizer
+from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
 
 T = TypeVar("T")
 
@@ -35,27 +35,23 @@ class ServedModel:
 
 
 async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt. Raises ParameterError."""
+    """Return the token ids of every prompt. Raises ParameterError for one from which nothing can be generated."""
+    names = ["the prompt"] if len(prompts) == 1 else [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await offload_if_large(
-        num_characters, lambda: [_encode_text(model, each) if isinstance(each, str) else each for each in prompts]
-    )
+
+    def encode() -> list[tuple[int, ...]]:
+        pairs = zip(prompts, names, strict=True)
+        return [encode_prompt(model.tokenizer, prompt, model.max_model_len, model.vocab_size, name) for prompt, name in pairs]
+
+    try:
+        return await offload_if_large(num_characters, encode)
+    except RequestError as error:
+        raise ParameterError(str(error), "prompt") from error
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
     """Call ``work`` here, or in a thread if it is so large that it would delay other requests."""
     return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)
-
-
-def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
-    if model.tokenizer is None:
-        raise ParameterError("this model has no tokenizer; give the prompt as token ids", "prompt")
-    if len(text) > model.max_model_len * model.tokenizer.max_piece_bytes:  # no need to tokenize to know
-        raise ParameterError(
-            f"the prompt has {len(text)} characters; with a context of {model.max_model_len} positions that is too long",
-            "prompt",
-        )
-    return model.tokenizer.encode(text)
 
 
 class Model(Answer):
@@ -121,16 +117,9 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
         )
 
 
-def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+def validate_answer_size(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
     """Validate a request whose prompts have these numbers of tokens. Raises ParameterError."""
-    for length in lengths:
-        if length >= model.max_model_len:  # the router would refuse it too, but such prompts are expensive to send
-            raise ParameterError(
-                f"the prompt has {length} tokens; with a context of {model.max_model_len} positions "
-                f"it may have at most {model.max_model_len - 1}",
-                "prompt",
-            )
-    # The size of the answer, which has up to ``max_tokens`` or fills the context.
+    # The answer has up to ``max_tokens`` or fills the context.
     num_prompt = request.n * sum(lengths)
     num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
     num_layers = len(request.return_experts)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tramontane.proto.errors import RequestError
+from tramontane.proto.request import validate_prompt
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence
@@ -26,16 +27,7 @@ class SchedulerLimits:
 
 def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: PageAllocator) -> None:
     """Raise RequestError if this sequence could never run, however long it waited."""
-    if not sequence.prompt_ids:
-        raise RequestError("the prompt is empty; give it at least one token")
-    if len(sequence.prompt_ids) >= limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(sequence.prompt_ids)} tokens; with a context of "
-            f"{limits.max_model_len} positions it may have at most {limits.max_model_len - 1}"
-        )
-    for token_id in (min(sequence.prompt_ids), max(sequence.prompt_ids)):
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(f"token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")
+    validate_prompt(sequence.prompt_ids, limits.max_model_len, limits.vocab_size)
     for token_id, _ in sequence.sampling.logit_bias:
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(f"logit_bias: token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")

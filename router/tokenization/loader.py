@@ -44,7 +44,9 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     tokenizer = load_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise CheckpointError(
-            f"{folder} has none of {SENTENCEPIECE}, {TEKKEN} and {HUGGING_FACE}, so text cannot be turned into tokens"
+            f"{folder} has no tokenizer: there is none of {TEKKEN}, {HUGGING_FACE}, {SENTENCEPIECE} and "
+            f"{VERSIONED_NAMES[-1]} to .v7m1, so text cannot be turned into tokens; copy one of them from where the checkpoint "
+            "was published, or give token ids to the API of tramontane serve or to LLM.generate"
         )
     return tokenizer
 

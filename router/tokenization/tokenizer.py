@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tramontane.proto.errors import RequestError
+from tramontane.proto.request import validate_prompt
 
 
 @contextmanager
@@ -169,3 +170,22 @@ class Tokenizer(ABC):
 
     def _decoder_of(self, token_ids: Sequence[int]) -> IncrementalDecoder:
         return self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int], max_model_len: int, vocab_size: int, name: str = "the prompt"
+) -> tuple[int, ...]:
+    """Return the ids of a prompt, a text or ids, from which something can be generated; ``name`` is how errors name it.
+
+    An empty text is a prompt where the tokenizer begins every text with a token. Raises RequestError.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(f"{name} is a text, and this model has no tokenizer; give token ids")
+        try:
+            tokenizer.check_length(prompt, max_model_len)
+            prompt = tokenizer.encode(prompt)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from error
+    validate_prompt(prompt, max_model_len, vocab_size, name)
+    return tuple(prompt)

@@ -5,7 +5,9 @@ import io
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import uvicorn
@@ -28,6 +31,7 @@ from tramontane.cluster.console import batch_client
 from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import PipelineError
 from tramontane.router.batch.input_lines import JobLimits
 
@@ -243,8 +247,37 @@ def test_results_survive_a_server_that_is_down_for_a_while(monkeypatch: pytest.M
 
 def test_a_url_at_which_nothing_answers_is_reported_with_what_to_do(refused: Callable[..., str]) -> None:
     complaint = refused("batch", "results", "batch_x", "--url", "http://127.0.0.1:1", code=1)
-    assert complaint.startswith("nothing answers at --url http://127.0.0.1:1")
+    assert complaint.startswith("--url http://127.0.0.1:1 does not answer: ")
     assert "is tramontane serve running there?" in complaint
+
+
+CLIENT_COMMANDS = [
+    *("top", "batch list", "batch status ID", "batch cancel ID", "batch results ID", "batch submit JOBS"),
+    *("experts", "trace --output TRACE", "bench"),
+]
+
+
+@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+def test_a_wrong_port_is_reported_at_once(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A closed port, and one that speaks gRPC; no command waits in between, or tries again."""
+    monkeypatch.setattr(time, "sleep", lambda _s: pytest.fail("it waits"))
+    (jobs := tmp_path / "jobs.jsonl").write_text("{}\n")
+    places = {"JOBS": str(jobs), "TRACE": str(tmp_path / "trace.json")}
+    words, code = [places.get(word, word) for word in command.split()], 1 if command.startswith("batch") else 2
+    said = refused(*words, "--url", "http://127.0.0.1:1", code=code)
+    assert said.startswith("--url http://127.0.0.1:1 does not answer: ")
+    assert said.endswith("; is tramontane serve running there?")
+    server = grpc.server(ThreadPoolExecutor(1))
+    url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        said = refused(*words, "--url", url, code=code)
+    finally:
+        server.stop(None)
+    assert said.startswith(f"--url {url} does not answer: ")
+    assert said.endswith("; the port does not speak HTTP/1: give the --port of tramontane serve, not its --grpc-port")
 
 
 @pytest.mark.parametrize(("below", "message"), [("", " is a folder; give a file"), ("/none/out", ": there is no folder {}/none")])
@@ -322,7 +355,7 @@ def test_full_storage_is_not_waited_for(tmp_path: Path, tramontane: Callable[...
         tramontane("submit", tmp_path / "in.jsonl", "--url", url)
         before = len(server.paths)
         complaint = refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
-        assert f"and at most {int(2.5 * size)} may be stored (--jobs-max-bytes); delete files" in complaint
+        assert f"and at most {format_bytes(int(2.5 * size))} may be stored (--jobs-max-bytes); delete files" in complaint
         assert len(server.paths) == before + 1
 
 

@@ -141,11 +141,16 @@ def _pickled(name: str) -> Damage:
 
 # ---- the ways
 
+NO_TOKENIZER = (
+    "has no tokenizer: there is none of tekken.json, tokenizer.json, tokenizer.model and tokenizer.model.v1 to .v7m1, so text "
+    "cannot be turned into tokens; copy one of them from where the checkpoint was published, or give token ids to the API of "
+    "tramontane serve or to LLM.generate"
+)
 EITHER = {
     "no such folder": Way(shutil.rmtree, ".", "does not exist; --model takes a"),
     "a file instead of a folder": Way(_a_file, ".", "is a file; --model takes a"),
     "an empty folder": Way(_emptied, ".", "has neither config.json (Hugging Face's layout) nor params.json"),
-    "no tokenizer": Way(_without("tokenizer.model"), ".", "has none of tokenizer.model, tekken.json and tokenizer.json"),
+    "no tokenizer": Way(_without("tokenizer.model"), ".", NO_TOKENIZER),
     "a tokenizer of garbage": Way(_written("tokenizer.model", b"\x00garbage"), "tokenizer.model", "is not a SentencePiece model"),
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,11 +19,16 @@ from tiny_models import random_model, tiny_args, write_checkpoint, write_tokeniz
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli.chat import chat
+from tramontane.cluster.cli.generate import generate
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline import engine as launch
 from tramontane.cluster.pipeline import ray_cluster as ray_address
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving import server as serving
+from tramontane.llm import SamplingParams
 from tramontane.proto.errors import PipelineError
+from tramontane.router.openai.completion_request import CompletionRequest
 
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, max_seq_len=128), vocab_size=VOCAB)
@@ -174,11 +180,6 @@ def test_a_configuration_file_that_cannot_be_read_is_named(refused: Refused, tmp
 # ---- prompts
 
 
-@pytest.mark.parametrize("empty", ["", " ", "\n\t "])
-def test_an_empty_prompt_is_refused_by_its_number(refused: Refused, model: Path, empty: str) -> None:
-    assert refused("generate", "--model", model, "--local", "The", empty) == "prompt 2 is empty"
-
-
 def test_blank_lines_alone_are_no_prompt(refused: Refused, model: Path) -> None:
     assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"\n \n\r\n\t\n")
 
@@ -209,7 +210,7 @@ def test_standard_input_that_is_no_text_is_refused(refused: Refused, model: Path
 def test_an_argument_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
     """A lone byte 0xff on the command line reaches Python as a surrogate."""
     message = refused("generate", "--model", model, "--local", "The", os.fsdecode(b"fox \xff"))
-    assert message == "prompt 2 is not valid UTF-8"
+    assert message == "prompt 2: the text is not valid Unicode"
 
 
 @pytest.mark.parametrize(("flags", "context"), [([], 128), (["--max-model-len", "20"], 20)])
@@ -413,6 +414,43 @@ def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "200"}).stdout
     assert "--help" in shown
     assert "bool" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        ("generate", {"load-format": "auto|dummy", "dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8"}),
+        ("plan", {"dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8", "expert-replicas": "N|auto"}),
+        ("serve", {"link": "object-store|direct", "log-format": "text|json", "log-level": "debug|info|warning|error"}),
+        ("make-random", {"scale": "full|small", "layout": "hf|mistral"}),
+        ("batch submit", {"endpoint": "/v1/completions|/v1/chat/completions"}),
+    ],
+)
+def test_help_shows_the_choices_of_an_option(words: str, choices: dict[str, str]) -> None:
+    shown = CliRunner().invoke(cli.app, [*words.split(), "--help"], env={"COLUMNS": "200"}).stdout
+    found = dict(re.findall(r"--([a-z-]+) +<?([^ >]+)>? ", shown))
+    assert {name: found[name] for name in choices} == choices
+
+
+def test_help_and_documentation_have_the_same_defaults_of_sampling_as_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs/cli.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    table = {row[0]: row[1:] for row in rows if len(row) == 4}
+    shown = {}
+    for name, command in (("generate", generate), ("chat", chat)):
+        defaults = {parameter.name: parameter.default for parameter in signature(command).parameters.values()}
+        assert table[f"`tramontane {name}`"][:2] == [f"{defaults['temperature']:g}", str(defaults["max_tokens"])]
+        assert table[f"`tramontane {name}`"][2].startswith(f"{EngineConfig().seed}: every run gives the same tokens")
+        text = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "300"}).stdout
+        shown[name] = dict(re.findall(r"--([a-z-]+) .*?(?:\[default: |Default: )([\w.]+?)\.?\]? *│", text))
+        assert float(shown[name]["temperature"]) == defaults["temperature"]
+        assert int(shown[name]["max-tokens"]) == defaults["max_tokens"]
+    llm, http = SamplingParams(), CompletionRequest.model_validate({"prompt": "x"})
+    assert table["`LLM` ([Python](python.md))"][:2] == [f"{llm.temperature:g}", str(llm.max_tokens)]
+    assert llm.seed is None
+    assert table["[HTTP](http-api.md) and [gRPC](grpc.md) completions"][:2] == [f"{http.temperature:g}", str(http.max_tokens)]
+    assert http.seed is None
+    assert "Over HTTP the default is 1." in CliRunner().invoke(cli.app, ["chat", "--help"], env={"COLUMNS": "300"}).stdout
 
 
 @pytest.mark.parametrize(("switch", "expected"), [("--no-local", "false"), ("--local", "true")])

@@ -44,6 +44,7 @@ def test_what_is_printed_is_a_file_of_the_same_configuration(tmp_path: Path, cap
     config = EngineConfig.build(None, GIVEN | {"stages": 2, "gpu_memory": "24GiB", "seed": 7})
     keys = yaml.safe_load(printed)
     assert keys.keys() == EngineConfig.key_names() - {"json"}
+    assert (keys["gpu_memory"], keys["kv_cache_memory"], keys["jobs_max_bytes"]) == (["24GiB"], "512MiB", "64GiB")
     assert EngineConfig.build(None, keys) == config
     assert EngineConfig.build(None, json.loads(_printed(capsys, "--config", str(_file(tmp_path, **keys)), "--json"))) == config
 

@@ -125,11 +125,20 @@ def test_ways_out_are_of_whole_gpus(per_gpu: int, capsys: pytest.CaptureFixture[
         plan("mixtral-8x7b", f"{int(ways['1']) - 1}GiB", gpus=1, stages_per_gpu=per_gpu)
 
 
-def test_a_file_of_the_engines_keys_is_of_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_say_how_many_gpus_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _planned(capsys, "mixtral-8x7b", "80GiB", stages=4) == _planned(capsys, "mixtral-8x7b", "80GiB", gpus=4)
+    stages = _planned(capsys, "mixtral-8x7b", "80GiB", stages=5, stages_per_gpu=2)["stages"]
+    assert [stage["memory"] // GIB for stage in stages] == [40] * 5
+    assert _planned(capsys, "mixtral-8x7b", "80GiB", stages=5, stages_per_gpu=2, gpus=3)["stages"] == stages
+
+
+def test_a_file_of_the_engines_keys_has_the_same_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "engine.yaml"
-    file.write_text("stages: 6\nstages_per_gpu: 3\ngpu_memory: 80GiB\n")
-    app(["plan", "--model", "mixtral-8x7b", "--config", str(file), "--json"], standalone_mode=False)
-    assert len(json.loads(capsys.readouterr().out)["stages"]) == 6
+    file.write_text("stages: 5\nstages_per_gpu: 3\ngpu_memory: 80GiB\n")
+    command = ["plan", "--model", "mixtral-8x7b", "--config", str(file), "--json"]
+    for flags, number in (([], 5), (["--stages", "6"], 6), (["--gpus", "3"], 9)):
+        app([*command, *flags], standalone_mode=False)
+        assert len(json.loads(capsys.readouterr().out)["stages"]) == number
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,11 @@ def test_a_file_of_the_engines_keys_is_of_as_many_gpus(tmp_path: Path, capsys: p
     [
         ({"gpu_memory": "much"}, "--gpu-memory has 'much'; it must be a size such as 24GiB"),
         ({"gpu_memory": "24GiB,0"}, "--gpu-memory has '0'"),
+        ({"gpu_memory": "24GiB,24GiB", "stages": 3}, "--stages is for 3 GPUs, and --gpu-memory for 2"),
+        (
+            {"gpu_memory": "24GiB", "stages": 5, "stages_per_gpu": 2, "gpus": 4},
+            "--gpus is 4, and --stages 5 with --stages-per-gpu 2 needs 3; give one of both",
+        ),
         ({"gpu_memory": "24GiB,24GiB", "gpus": 3}, "--gpus is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
@@ -150,7 +164,7 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("option", ["--gpus", "--max-model-len", "--max-num-seqs", "--page-size"])
+@pytest.mark.parametrize("option", ["--gpus", "--stages", "--max-model-len", "--max-num-seqs", "--page-size"])
 @pytest.mark.parametrize("value", ["0", "-5", "1" + "0" * 12])
 def test_numbers_that_can_only_be_slips_are_named(option: str, value: str) -> None:
     with pytest.raises(ConfigError) as refused:

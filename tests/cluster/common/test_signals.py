@@ -1,8 +1,10 @@
 """Ctrl-C while Ray is being started: it is finished and then shut down, since a half started one ends Python in a crash."""
 
+import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from tramontane.cluster.common.signals import defer_signals, until_interrupted
+from tramontane.cluster.common.signals import cancel_on_signal, defer_signals, until_interrupted
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.llm import engine_thread
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
@@ -30,7 +32,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     happened = []
 
@@ -44,7 +46,8 @@ def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
     with pytest.raises(KeyboardInterrupt), local_ray_cluster(num_cpus=1):
         happened.append("used")
     assert happened == ["started", "shut down"]
-    assert [signal.getsignal(each) for each in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
+    assert signal.default_int_handler not in [signal.getsignal(each) for each in SIGNALS], "a second one ends at once"
+    assert capfd.readouterr().err == "Interrupted: stopping the local Ray cluster; Ctrl-C again ends at once.\n"
 
 
 def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,24 +78,58 @@ def test_a_program_keeps_its_handler_where_ray_starts_in_another_thread(monkeypa
     assert received == [signal.SIGTERM]
 
 
-def test_a_second_signal_breaks_off() -> None:
-    after = []
+def _exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the statuses of exits at once, which do not happen."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+def test_the_first_signal_is_reported_at_once_and_a_second_one_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses = _exits(monkeypatch)
+    child = subprocess.Popen(["sleep", "1000"])
 
     def work() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        after.append(1)
+        assert capfd.readouterr().err == "Interrupted: please wait.\n"
+        assert not statuses
         os.kill(os.getpid(), signal.SIGTERM)
-        after.append(2)
+        assert statuses == [130]
 
-    with pytest.raises(KeyboardInterrupt), defer_signals():
+    with pytest.raises(KeyboardInterrupt), defer_signals("Interrupted: please wait."):
         work()
-    assert after == [1]
+    os.kill(os.getpid(), signal.SIGINT)
+    assert statuses == [130, 130], "in the clean-up, too"
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_an_event_loop_sees_a_signal_after_the_block(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As the commands that run in a loop, which ``ray.init`` blocks."""
+    statuses, happened = _exits(monkeypatch), list[str]()
+
+    async def work() -> None:
+        with defer_signals("Interrupted: please wait."):
+            os.kill(os.getpid(), signal.SIGINT)
+            happened.append(capfd.readouterr().err)
+        happened.append("the block is over")
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            happened.append("cleaned up")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_on_signal(work()))
+    assert happened == ["Interrupted: please wait.\n", "the block is over", "cleaned up"]
+    assert statuses == [130]
 
 
 def test_what_has_a_handler_of_its_own_keeps_it() -> None:
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    with defer_signals():
+    with defer_signals(""):
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
 
@@ -101,7 +138,7 @@ def test_nothing_is_held_outside_the_main_thread() -> None:
     ended = []
 
     def run() -> None:
-        with defer_signals():
+        with defer_signals(""):
             ended.append(True)
 
     thread = threading.Thread(target=run)

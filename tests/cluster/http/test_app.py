@@ -25,6 +25,7 @@ from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig, MoveExperts
 from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import DEFECT, ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
@@ -577,7 +578,7 @@ def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(chain: Loca
             assert (await harness.post(whole)).status_code == 200
             response = await harness.post(whole + b" ")
             assert response.status_code == 413
-            assert str(MAX_BODY) in check_error(response.content)["message"]
+            assert format_bytes(MAX_BODY) in check_error(response.content)["message"]
 
     asyncio.run(scenario())
 

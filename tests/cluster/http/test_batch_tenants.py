@@ -276,7 +276,7 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
             refused = await http.post("/v1/files", content=unread(), headers=described)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "3600")
             message = check_error(refused.content, code="quota_exceeded")["message"]
-            assert "and at most 200000 may be stored (--jobs-max-bytes)" in message
+            assert "and at most 195 KiB may be stored (--jobs-max-bytes)" in message
             refused = await http.post("/v1/files", files={"file": ("f", b"x" * 60_000)}, **form)
             assert refused.status_code == 429, "a form has a little more than its file"
             form["headers"] = {"authorization": f"Bearer {KEYS['bert']}"}

@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.config.engine_keys import DEMO_MODEL
 from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
-from tramontane.proto.errors import ConfigError, PipelineError, RequestError
+from tramontane.proto.errors import CheckpointError, ConfigError, PipelineError, RequestError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = ["ROMEO:", "To be, or not to be"]
@@ -47,22 +51,87 @@ def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
 
 
 def test_several_completions_of_a_prompt_differ_and_are_the_same_again(llm: LLM) -> None:
-    sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
-    [output] = llm.generate("ROMEO:", sampling, n=4)
+    sampling = SamplingParams(n=4, max_tokens=8, temperature=1.0, seed=3)
+    [output] = llm.generate("ROMEO:", sampling)
     assert [each.index for each in output.outputs] == [0, 1, 2, 3]
     assert len({each.token_ids for each in output.outputs}) > 1
-    assert llm.generate("ROMEO:", sampling, n=4) == [output]
+    assert llm.generate("ROMEO:", sampling) == [output]
+    with pytest.warns(DeprecationWarning, match=r"SamplingParams\(n=...\)"):
+        assert llm.generate("ROMEO:", replace(sampling, n=1), n=4) == [output]
+    messages = [{"role": "user", "content": "Who are you?"}]
+    [answer] = llm.chat(messages, sampling)
+    assert len(answer.outputs) == 4
+    with pytest.warns(DeprecationWarning, match="the argument n"):
+        assert llm.chat(messages, replace(sampling, n=1), n=4) == [answer]
+
+
+def test_a_completion_ends_before_a_stop_string(llm: LLM) -> None:
+    """As vLLM's: the text ends before the string, the tokens with the one that completed it, and the log-probabilities too."""
+    sampling = SamplingParams(max_tokens=40, temperature=0, logprobs=0)
+    [whole] = llm.generate("ROMEO:", sampling)
+    text, token_ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    stop = text[10:14]
+    for given in (stop, [stop], ["never", stop]):
+        [output] = llm.generate("ROMEO:", replace(sampling, stop=given))
+        [completion] = output.outputs
+        assert completion.text == text[: text.index(stop)]
+        assert completion.finish_reason is FinishReason.STOP
+        assert 0 < len(completion.token_ids) < len(token_ids)
+        assert completion.token_ids == token_ids[: len(completion.token_ids)]
+        assert completion.logprobs == whole.outputs[0].logprobs[: len(completion.token_ids)]
+    [late] = llm.generate("ROMEO:", replace(sampling, stop=stop, min_tokens=len(token_ids)))
+    assert late.outputs[0].text == text
+
+
+def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, aborted = llm._engine.engine.router.scheduler, list[int]()
+    abort = scheduler.abort
+    monkeypatch.setattr(scheduler, "abort", lambda seq_id: (aborted.append(seq_id), abort(seq_id)))
+    endless = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+    text = llm.generate("ROMEO:", replace(endless, max_tokens=20))[0].outputs[0].text
+    assert not aborted
+    llm.generate("ROMEO:", replace(endless, stop=text[5:8]))
+    assert len(aborted) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"stop": [""]}, "stop: it must be a text or a list of texts, none of them empty"),
+        ({"stop": 3}, "stop: it must be a text or a list of texts"),
+        ({"stop": ["x"] * 17}, "stop: there may be at most 16"),
+        ({"temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_wrong_sampling_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(DEMO_MODEL / name)
+    with LLM(tmp_path, local=True, progress=False) as silent:
+        [output] = silent.generate([[1, 2]], GREEDY)
+        assert output.outputs[0].text == ""
+        with pytest.raises(RequestError, match="stop needs text, and this model has no tokenizer"):
+            silent.generate([[1, 2]], replace(GREEDY, stop="x"))
+        for call in (lambda: silent.generate("ROMEO:"), lambda: silent.chat([{"role": "user", "content": "?"}])):
+            with pytest.raises(CheckpointError, match=r"has no tokenizer: there is none of tekken\.json, tokenizer\.json"):
+                call()
 
 
 def test_equal_prompts_differ_without_a_seed_and_are_the_same_with_one(llm: LLM) -> None:
     unseeded, seeded = SamplingParams(max_tokens=8, temperature=1.0), SamplingParams(max_tokens=8, temperature=1.0, seed=0)
-    outputs = llm.generate(["ROMEO:"] * 3, unseeded, n=2)
+    unseeded, seeded = replace(unseeded, n=2), replace(seeded, n=2)
+    outputs = llm.generate(["ROMEO:"] * 3, unseeded)
     assert [[each.index for each in output.outputs] for output in outputs] == [[0, 1]] * 3
     texts = [each.token_ids for output in outputs for each in output.outputs]
     assert len(set(texts)) == 6
-    assert llm.generate(["ROMEO:"] * 3, unseeded, n=2) == outputs
-    [alone] = llm.generate("ROMEO:", seeded, n=2)
-    assert llm.generate(["ROMEO:"] * 3, seeded, n=2) == [alone] * 3
+    assert llm.generate(["ROMEO:"] * 3, unseeded) == outputs
+    [alone] = llm.generate("ROMEO:", seeded)
+    assert llm.generate(["ROMEO:"] * 3, seeded) == [alone] * 3
     assert [each.token_ids for each in alone.outputs] == texts[:2]
 
 
@@ -77,8 +146,6 @@ def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([""], "prompt 1 is empty"),
-        (["a", " "], "prompt 2 is empty"),
         ([[]], "prompt 1 is empty"),
         ([[1, 10**6]], "prompt 1 has token id 1000000"),
         ([[-1]], "prompt 1 has token id -1"),
@@ -88,7 +155,7 @@ def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
         ([[1.5]], "prompt 1 has 1.5, which is no token id"),
     ],
 )
-def test_what_cannot_be_generated_from_is_refused(llm: LLM, prompts: list[str], message: str) -> None:
+def test_what_cannot_be_generated_from_is_refused_by_its_number(llm: LLM, prompts: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, GREEDY)
 
@@ -155,11 +222,6 @@ def test_an_interrupted_call_cancels_its_requests(llm: LLM, monkeypatch: pytest.
 def test_of_a_servers_configuration_one_pipeline_is_used() -> None:
     with LLM(config=EngineConfig(local=True, replicas=3, max_replicas=4), progress=False) as one:
         assert one.config.max_pipelines == 1
-
-
-def test_n_is_at_least_one(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="n is 0"):
-        llm.generate("a", n=0)
 
 
 def test_threads_share_a_pipeline(llm: LLM) -> None:

@@ -1,18 +1,22 @@
-"""Where weights come from, and what a person sees while they come; without Ray."""
+"""Where weights come from, and what a person sees while they come, and of workers that are lost; without Ray."""
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayError
 from rich.console import Console
 from tiny_models import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 
+from tramontane.cluster.actors.stage_actor import StageHealth
+from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline.adoption import pipeline_prefix
 from tramontane.cluster.pipeline.engine import model_fingerprint, open_engine, pipeline_spec, validate_model
-from tramontane.cluster.pipeline.load_progress import LoadProgress, load_progress
+from tramontane.cluster.pipeline.load_progress import LoadProgress, LossReporter, load_progress
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving.app import application
@@ -185,3 +189,71 @@ def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
 async def _cancel(task: "asyncio.Task[None]") -> None:
     task.cancel()
     await asyncio.wait({task})
+
+
+# ---- losses
+
+
+class _Observed:
+    """A ``LossReporter`` of made-up answers, by a made-up clock."""
+
+    def __init__(self) -> None:
+        self.now, self.reports = 0.0, list[str]()
+        self._reporter = LossReporter(self.reports.append, lambda: self.now)
+
+    def after(self, seconds: float, *names: str, **answers: WorkerHealth | RayError) -> list[str]:
+        """Return what is reported ``seconds`` later, given these workers of the pipeline a-0, and answers of some."""
+        self.now += seconds
+        self.reports.clear()
+        by_name = {f"a-0-{key.replace('_', '-')}": answer for key, answer in answers.items()}
+        self._reporter.observe([f"a-0-{name}" for name in names], by_name)
+        return list(self.reports)
+
+
+BOTH = ("stage-0", "stage-1")
+
+
+def _stage(number: int, pid: int, epoch: int = 7, loaded: int = 10) -> StageHealth:
+    return StageHealth(f"stage {number + 1}/2", pid, "node", 0, loaded, 10, 0.0, epoch, "router", {})
+
+
+def test_a_lost_stage_is_reported_once_and_again_when_its_pipeline_runs() -> None:
+    observed, death = _Observed(), RayError("first line\nThe actor died: SIGKILL")
+    assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=death) == [
+        "pipeline a-0 has lost stage 2/2, which gets a new process: The actor died: SIGKILL"
+    ]
+    assert observed.after(1, *BOTH, stage_1=death) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 13, -1, 9)) == [], "it loads"
+    assert observed.after(1.25, *BOTH, stage_1=_stage(1, 13, epoch=-1)) == ["pipeline a-0 runs again, 3.2 s after the loss"]
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 13)) == []
+
+
+def test_a_new_process_is_a_loss_too_and_a_pipeline_runs_again_with_its_last_stage() -> None:
+    observed = _Observed()
+    assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
+    assert observed.after(1, *BOTH, stage_0=RayError("gone"), stage_1=_stage(1, 13, -1, 9)) == [
+        "pipeline a-0 has lost stage 1/2, which gets a new process: gone",
+        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 has ended",
+    ]
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 13)) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 14)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
+
+
+def test_an_expert_actor_is_at_work_once_it_is_loaded() -> None:
+    observed, names = _Observed(), (*BOTH, "experts-0")
+    expert = WorkerHealth("expert actor 1/1", 15, "node", 0, 10, 10, 0.0)
+    assert observed.after(0, *names, experts_0=expert) == []
+    assert len(observed.after(1, *names, experts_0=RayError("gone"))) == 1
+    assert observed.after(1, *names, experts_0=replace(expert, pid=16, bytes_loaded=9)) == []
+    assert observed.after(1, *names, experts_0=replace(expert, pid=16)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
+
+
+def test_workers_that_are_removed_with_their_pipeline_are_not_reported() -> None:
+    """As autoscaling does it. An error of one that never answered is that of a pipeline which is starting."""
+    observed = _Observed()
+    assert observed.after(0, *BOTH, stage_0=RayError("it is starting")) == []
+    assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
+    assert observed.after(1, *BOTH, stage_1=RayError("gone")) != []
+    assert observed.after(1) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 21), stage_1=_stage(1, 22)) == [], "the next one of this name is new"

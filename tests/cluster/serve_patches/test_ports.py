@@ -53,9 +53,41 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
                 held.close()
 
         monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+        monkeypatch.setattr(serve_checks, "_may_be_released", lambda _port: True)
         with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
     assert reports == [f"waiting up to 15 s for --port {port}, which another process still has"]
+
+
+def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
+            check_ports(EngineConfig(port=port, grpc_port=0), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("titles", "is_waited_for"),
+    [
+        (["ray::ProxyActor", "/site/ray/raylet/raylet --raylet_socket_name=x", "/sbin/init"], True),
+        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "python /bin/tramontane serve --port 8000", "bash"], False),
+        (["python -m http.server 8000", "bash"], False),
+        (None, True),
+    ],
+)
+def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, titles: list[str] | None, is_waited_for: bool
+) -> None:
+    """None: the listener belongs to another user, so that it cannot be seen."""
+    processes = [SimpleNamespace(cmdline=title.split) for title in titles or ()]
+    for number, process in enumerate(processes):
+        process.parents = lambda number=number: processes[number + 1 :]
+    pid = 7 if titles else None
+    listens = SimpleNamespace(status="LISTEN", laddr=("127.0.0.1", 8000), pid=pid)
+    seen = {"net_connections": lambda _kind: [listens], "Process": lambda _pid: processes[0]}
+    monkeypatch.setattr(serve_checks, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
+    assert serve_checks._may_be_released(8000) is is_waited_for
 
 
 def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

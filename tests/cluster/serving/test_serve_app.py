@@ -377,7 +377,7 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
         client.completions.create(model="demo", prompt="O", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="at most 2047"):
         client.completions.create(model="demo", prompt=[5] * 2048)
-    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+    with pytest.raises(openai.BadRequestError, match="the model's vocabulary has the ids 0 to 999"):
         client.completions.create(model="demo", prompt=[10**6])
     with pytest.raises(openai.NotFoundError, match="is not here"):
         client.embeddings.create(model="demo", input="O")
@@ -670,7 +670,7 @@ REFUSED_BODIES = {
     b'{"prompt": [true]}': "a list must hold either",
     b'{"prompt": [-1]}': "token ids are whole numbers from 0",
     b'{"prompt": [1%s]}' % (b"0" * 400): "token ids are whole numbers from 0",
-    b'{"prompt": [100000]}': "outside the model's vocabulary of",
+    b'{"prompt": [100000]}': "the model's vocabulary has the ids 0 to 999",
     b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "the body has more than 32768 lists and objects",
     b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5': input should be a valid integer",
     b'{"prompt": "O", "max_tokens": true}': "max_tokens is True: input should be a valid integer",
@@ -698,8 +698,8 @@ REFUSED_BODIES = {
     b'{"prompt": ' + b"[" * 30_000: "the body is not JSON: recursion limit exceeded",
     b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}": "the body is not JSON: recursion limit exceeded",
     b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
-    b'{"prompt": "' + b"la " * 2**20 + b'"}': "the prompt has 3145728 characters; with a context of 2048 positions",
-    TEN_MB: "the body is larger than 8388608 bytes; send less at once",
+    b'{"prompt": "' + b"la " * 2**20 + b'"}': "a text of 3145728 characters is too long; there is room for 2048 tokens",
+    TEN_MB: "the body is larger than 8 MiB; send less at once",
 }
 
 
@@ -764,12 +764,12 @@ FRAMED = {
         400,
         "the body is not JSON: EOF",
     ),
-    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
-    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
+    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8 MiB"),
+    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8 MiB"),
     "too large in chunks": (
         post_request(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
         413,
-        "the body is larger than 8388608 bytes",
+        "the body is larger than 8 MiB",
     ),
     "by GET": (
         post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"GET /v1/completions HTTP/1.1"),

@@ -228,7 +228,7 @@ def test_refuses_what_can_never_run(prompt: int, message: str) -> None:
 @pytest.mark.parametrize("token_id", [-1, 1000])
 def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
-    with pytest.raises(RequestError, match=f"token id {token_id} is outside"):
+    with pytest.raises(RequestError, match=f"the prompt has token id {token_id}; the model's vocabulary has the ids 0 to 999"):
         pipe.scheduler.add(Sequence(0, (5, token_id), SamplingParams(max_tokens=1), 3))
     with pytest.raises(RequestError, match=f"logit_bias: token id {token_id} is outside"):
         pipe.scheduler.add(Sequence(0, (5,), SamplingParams(max_tokens=1, logit_bias=((7, 1.0), (token_id, 1.0))), 3))
