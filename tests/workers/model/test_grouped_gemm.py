@@ -231,8 +231,8 @@ def _share_a_block(experts: list[torch.nn.Module]) -> None:
     for name in ("w13", "w2"):
         linears = [expert.get_submodule(name) for expert in experts]
         block = torch.empty(len(linears), *linears[0].weight.shape, dtype=torch.bfloat16)  # type: ignore[arg-type, call-overload]
-        for linear, place in zip(linears, block, strict=True):
-            linear.weight = torch.nn.Parameter(place)
+        for each, place in zip(linears, block, strict=True):
+            each.weight = torch.nn.Parameter(place)
 
 
 def _plan_of(**changes: object) -> Callable[[], bool]:
