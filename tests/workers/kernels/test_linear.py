@@ -73,21 +73,24 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
     assert went_in_blocks == ([] if can else [FEW_TOKENS + 1, 70])
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in TOLERANCES if has_native_matmul("cpu", dtype)], ids=str)
 @pytest.mark.parametrize("shape", [(8, 64), (3, 5), (1, 1), (48, 32)], ids=str)
-def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
-    layer = _linear(*shape, torch.float32)
+def test_packed_weights_multiply_as_before(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = _linear(*shape, dtype)
     exact_NK = layer.weight.detach().double()
     layer.weight = torch.nn.Parameter(prepack_weight(layer.weight.detach()), requires_grad=False)
     assert layer.weight.is_mkldnn == torch.backends.mkldnn.is_available()
     with torch.inference_mode():
         for tokens in (0, 1, 2, 9, 16, 70, 96):
-            x_TK = _random(tokens, shape[1], dtype=torch.float32, seed=1)
+            x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
             across_TK = x_TK.T.contiguous().T
             for given_TK in (x_TK, across_TK):
                 out_TN = layer(given_TK)
                 assert out_TN.shape == (tokens, shape[0])
                 assert out_TN.is_contiguous()
-                torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=1e-5, atol=1e-5)
+                assert out_TN.dtype == dtype
+                within = TOLERANCES[dtype]
+                torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=within, atol=within)
 
 
 def test_packed_products_are_of_few_lengths() -> None:
@@ -98,8 +101,12 @@ def test_packed_products_are_of_few_lengths() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_only_float32_is_packed(dtype: torch.dtype) -> None:
-    assert not prepack_weight(_random(48, 32, dtype=dtype)).is_mkldnn
+def test_only_what_the_processor_multiplies_is_packed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_NK = _random(48, 32, dtype=dtype)
+    is_native = has_native_matmul("cpu", dtype) and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    assert prepack_weight(weight_NK).is_mkldnn == is_native
+    monkeypatch.setattr(linear, "has_native_matmul", lambda _device, _dtype: False)
+    assert prepack_weight(weight_NK) is weight_NK
 
 
 def test_float32_and_gpus_need_no_help() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.workers.kernels import linear
 from tramontane.workers.model.grouped_gemm import as_stacked_view
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
@@ -110,7 +111,9 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool) -> None:
+def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose matrices are not packed."""
+    monkeypatch.setattr(linear, "has_native_matmul", lambda _device, _dtype: False)
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
     apart, together = (_loaded(weights, experts_together) for experts_together in (False, True))
     experts = together.model.experts
@@ -228,8 +231,8 @@ def _share_a_block(experts: list[torch.nn.Module]) -> None:
     for name in ("w13", "w2"):
         linears = [expert.get_submodule(name) for expert in experts]
         block = torch.empty(len(linears), *linears[0].weight.shape, dtype=torch.bfloat16)  # type: ignore[arg-type, call-overload]
-        for linear, place in zip(linears, block, strict=True):
-            linear.weight = torch.nn.Parameter(place)
+        for each, place in zip(linears, block, strict=True):
+            each.weight = torch.nn.Parameter(place)
 
 
 def _plan_of(**changes: object) -> Callable[[], bool]:
