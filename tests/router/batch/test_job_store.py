@@ -248,6 +248,18 @@ def test_the_first_line_that_is_valid_has_the_custom_id(harness: BatchHarness, k
     asyncio.run(scenario())
 
 
+def test_a_page_of_results_is_bounded_in_characters(harness: BatchHarness) -> None:
+    """It has one result at least, however long that is."""
+    service, job = _submitted(harness, 4)
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    claims.finish(claim, _done(0, 1, 2, 3, said=json.dumps("x" * 98)))
+    stored = service._jobs.get(job.job_id)
+    for max_chars, num_results in ((1, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4)):
+        assert len(service._jobs.results(stored, 0, 100, max_chars)) == num_results
+    assert [result.line.offset for result in service._jobs.results(stored, 1, 100, 200)] == [1, 2]
+
+
 def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
     """It has one line at least, however long that is."""
     service = harness.service()
