@@ -71,7 +71,6 @@ class FairQueue:
             del self._by_owner[sequence.owner]
         if not self._by_owner:
             self._virtual_time.clear()
-            self._now = 0
 
     def charge(self, sequence: Sequence) -> None:
         """Remove a sequence that takes its turn; its owner is charged all tokens that it may come to."""

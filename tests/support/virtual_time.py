@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LIMIT_S = 3600.0
+MAX_TURNS = 20_000  # of the loop without a jump of the clock; tests of 64 routers take 1,300
 
 
 class _InstantSelector(selectors.SelectSelector):
@@ -16,11 +17,16 @@ class _InstantSelector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.limit_s = 0.0, LIMIT_S
+        self.num_turns: float = 0  # since the last jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         assert timeout is not None, "nothing is ready and no timer is set: the test would wait forever"
         if not (ready := super().select(0)):
             self.now += timeout
+        self.num_turns = 0 if timeout else self.num_turns + 1
+        if self.num_turns > MAX_TURNS:
+            self.num_turns = -math.inf  # the tasks can still be cancelled
+            raise AssertionError(f"the event loop has run {MAX_TURNS} turns without a jump of its clock: tasks run in circles")
         if self.now > self.limit_s:
             self.limit_s = math.inf  # the tasks can still be cancelled
             raise TimeoutError(f"the test has not ended after {LIMIT_S:g} s of virtual time")

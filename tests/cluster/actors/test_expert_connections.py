@@ -19,6 +19,8 @@ from tramontane.workers.experts.expert_link import ExpertMessageLayout
 from tramontane.workers.experts.expert_worker import ExpertCall
 
 ARGS = tiny_args(n_layers=2)
+LAYOUT = ExpertMessageLayout.of(expert_plan(ARGS, 1), torch.device("cpu"))
+LIMIT_S = 30.0  # after which a test fails that would wait forever
 
 
 class Actor:
@@ -39,15 +41,14 @@ class Actor:
 
 
 @pytest.fixture
-def connection(monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectStoreExpertClient, Actor, Callable[[], None]]:
+def connection(monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]:
     """A connection that is up, its actor, and what waits until it is up again."""
     monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=lambda value: value))
     notified = threading.Semaphore(0)
     actor: Any = Actor()
-    layout = ExpertMessageLayout.of(expert_plan(ARGS, 1), torch.device("cpu"))
-    client = ObjectStoreExpertClient(actor, notified.release, layout, "Expert actor 1/1")
-    notified.acquire()
-    return client, actor, lambda: bool(notified.acquire())
+    client = ObjectStoreExpertClient(actor, notified.release, LAYOUT, "Expert actor 1/1")
+    assert notified.acquire(timeout=LIMIT_S)
+    return client, actor, lambda: bool(notified.acquire(timeout=LIMIT_S))
 
 
 def _call(client: ObjectStoreExpertClient) -> "Future[Any]":
@@ -64,7 +65,7 @@ def _call(client: ObjectStoreExpertClient) -> "Future[Any]":
     ],
 )
 def test_an_error_says_whether_another_attempt_can_help(
-    connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], None]],
+    connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]],
     error: Exception,
     kind: type[Exception],
     reconnects: bool,
@@ -72,27 +73,72 @@ def test_an_error_says_whether_another_attempt_can_help(
     client, actor, wait_until_up = connection
     reply = _call(client)
     actor.replies[0].set_exception(error)
-    assert type(reply.exception()) is kind
+    assert type(reply.exception(LIMIT_S)) is kind
     if reconnects:
-        wait_until_up()
+        assert wait_until_up()
     assert client.is_up
     assert actor.num_asked == 1 + reconnects
 
 
-def test_rows_come_back_as_they_were_sent(connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], None]]) -> None:
+def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is away, or loads, it is asked again."""
+    monkeypatch.setattr(expert_connections, "RETRY_S", 0.0)
+    errors = [ActorUnavailableError("it restarts", None), _raised_by_the_actor(PipelineError("the disk is gone"))]
+    notified = threading.Event()
+
+    def ready(_: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=ready))
+    actor: Any = Actor()
+    client = ObjectStoreExpertClient(actor, notified.set, LAYOUT, "Expert actor 1/1")
+    assert notified.wait(LIMIT_S)
+    assert (actor.num_asked, client.is_up) == (2, False)
+    assert "the disk is gone" in str(client.failure)
+    with pytest.raises(ExpertUnavailableError, match="Expert actor 1/1 is not connected"):
+        _call(client).result(LIMIT_S)
+
+
+def _raised_by_the_actor(error: Exception) -> RayTaskError:
+    return RayTaskError("ready", f"PipelineError: {error}", error).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ActorUnavailableError("it restarts", None), ExpertUnavailableError),
+        (_raised_by_the_actor(ExpertUnavailableError("loading")), ExpertUnavailableError),
+        (_raised_by_the_actor(PipelineError("the disk is gone")), PipelineError),
+    ],
+)
+def test_a_direct_link_is_tried_again_unless_the_actor_says_why_it_never_will_be(
+    error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=fail))
+    opened = SimpleNamespace(remote=lambda _: None)
+    actor: Any = SimpleNamespace(open_link=SimpleNamespace(options=lambda **_: opened))
+    with pytest.raises(PipelineError) as raised:
+        expert_connections._exchange_addresses(actor, ("host", 1, "token"))
+    assert type(raised.value) is kind
+
+
+def test_rows_come_back_as_they_were_sent(connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]) -> None:
     client, actor, _ = connection
     reply = _call(client)
     rows = torch.arange(2.0 * ARGS.dim).view(2, -1)
     actor.replies[0].set_result((0.5, rows.view(torch.uint8).reshape(-1).numpy()))
-    assert torch.equal(reply.result().rows_CD, rows)
-    assert reply.result().busy_s == 0.5
+    assert torch.equal(reply.result(LIMIT_S).rows_CD, rows)
+    assert reply.result(LIMIT_S).busy_s == 0.5
 
 
 def test_a_reply_that_cannot_be_decoded_fails_its_call(
-    connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], None]],
+    connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]],
 ) -> None:
     client, actor, _ = connection
     reply = _call(client)
     actor.replies[0].set_result((0.5, "no array"))
     with pytest.raises(PipelineError, match="Expert actor 1/1 sent a reply that cannot be decoded"):
-        reply.result()
+        reply.result(LIMIT_S)

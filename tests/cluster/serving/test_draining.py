@@ -49,6 +49,18 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_that_is_no_longer_to_stop_accepts_requests() -> None:
+    async def scenario() -> None:
+        async with harness([Replica("a")], running="a") as routers:
+            routers.drain()
+            routers.resume()
+            routers.check_capacity(1)
+            assert await routers.is_ready()
+            assert await request_tokens(routers) == 5
+
+    asyncio.run(scenario())
+
+
 def test_what_does_not_end_in_time_ends_with_the_reason_and_frees_its_slot() -> None:
     async def scenario() -> None:
         replica = Replica("a", stuck)

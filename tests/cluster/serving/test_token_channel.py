@@ -10,11 +10,20 @@ from typing import Any, cast
 import pytest
 from ray.serve.handle import DeploymentHandle
 from scripted_chain import ScriptedChain, all_chunks
+from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.serving.remote_routers import RouterClient
-from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, MAX_MESSAGE_VALUES, IngressStream, IngressStreams, model_key
+from tramontane.cluster.serving.token_channel import (
+    DONE,
+    IDLE_TIMEOUT_S,
+    KEEPALIVE,
+    MAX_MESSAGE_VALUES,
+    IngressStream,
+    IngressStreams,
+    model_key,
+)
 from tramontane.proto import wire
 from tramontane.proto.errors import ModelMismatchError, PipelineError, StreamNotOpenError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -341,3 +350,63 @@ def _joined(output: RequestOutput) -> RequestOutput:
     starts = itertools.accumulate((len(each.expert_ids) for each in output.experts), initial=0)
     assert [each.start for each in output.experts] == list(starts)[:-1]
     return output._replace(experts=(output.experts[0]._replace(expert_ids=ids),))
+
+
+def test_a_stream_ends_some_time_after_its_last_request() -> None:
+    """Until then there is a keepalive message every second, and tokens do not wait for the next one."""
+
+    async def scenario() -> None:
+        now, channel = asyncio.get_running_loop().time, IngressStream()
+        times: list[float] = []
+
+        async def read() -> None:
+            async for _ in channel.messages():
+                times.append(now())
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(IDLE_TIMEOUT_S - 0.5)
+        channel.num_requests += 2
+        await asyncio.sleep(1.75)
+        assert times == [0.0, 2.0, 3.0], "the first shows that it is open; it has no request at first"
+        channel.put(7, PipelineError("a failure"))
+        await asyncio.sleep(0.25)
+        channel.release()
+        await asyncio.sleep(0)
+        assert times[3:] == [3.25]
+        await asyncio.sleep(0.25)
+        channel.release()
+        await reading
+        assert times[4:] == [3.75]
+        assert now() == 3.75 + IDLE_TIMEOUT_S
+
+    run_in_virtual_time(scenario())
+
+
+class _LivingNodes(DeadNodeWatcher):
+    """Nodes of which none dies."""
+
+    def __init__(self) -> None:
+        super().__init__(set)
+        self.num_waiting = 0
+
+    async def wait_until_dead(self, _node: object) -> None:
+        self.num_waiting += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_waiting -= 1
+
+
+def test_after_the_last_request_nothing_of_a_stream_is_left() -> None:
+    async def scenario() -> None:
+        chain, nodes = StepByStep(), _LivingNodes()
+        chain.complete(10_000)
+        async with _remote(chain, nodes=nodes, node="near") as (routers, _, handle):
+            for _ in range(2):
+                assert await _num_tokens(routers, LONG) == 200
+                await asyncio.sleep(IDLE_TIMEOUT_S - 0.1)
+                assert (handle._channels.num_open, nodes.num_waiting) == (1, 1)
+            await asyncio.sleep(0.2)
+            assert (handle._channels.num_open, nodes.num_waiting) == (0, 0)
+
+    run_in_virtual_time(scenario())

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
 from postgres import new_database
@@ -242,6 +243,18 @@ def test_the_first_line_that_is_valid_has_the_custom_id(harness: BatchHarness, k
     asyncio.run(scenario())
 
 
+def test_a_page_of_results_is_bounded_in_characters(harness: BatchHarness) -> None:
+    """It has one result at least, however long that is."""
+    service, job = _submitted(harness, 4)
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    claims.finish(claim, _done(0, 1, 2, 3, said=json.dumps("x" * 98)))
+    stored = service._jobs.get(job.job_id)
+    for max_chars, num_results in ((1, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4)):
+        assert len(service._jobs.results(stored, 0, 100, max_chars)) == num_results
+    assert [result.line.offset for result in service._jobs.results(stored, 1, 100, 200)] == [1, 2]
+
+
 def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
     """It has one line at least, however long that is."""
     service = harness.service()
@@ -414,6 +427,18 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         with pytest.raises(JobStoreError) as reported, Database(url).writing():
             pass
         assert "secret" not in str(reported.value)
+
+
+def test_a_connection_that_the_server_has_closed_while_it_was_idle_is_replaced(request: pytest.FixtureRequest) -> None:
+    """As by a restart of PostgreSQL: the next call works."""
+    harness = _on_postgres(request)
+    service, job = _submitted(harness, 1)
+    with psycopg.connect(harness.database, autocommit=True) as connection:
+        others = "datname = current_database() AND pid != pg_backend_pid()"
+        closed = connection.execute(f"SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE {others}").fetchall()
+        assert set(closed) == {(True,)}
+    assert service._jobs.get(job.job_id).job.num_lines == 1
+    harness.close()
 
 
 def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.FixtureRequest) -> None:

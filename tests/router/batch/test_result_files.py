@@ -12,7 +12,7 @@ import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import BatchHarness, all_results, pieces, request, requests
 
-from tramontane.proto.errors import JobStoreError
+from tramontane.proto.errors import JobRefusedError, JobStoreError
 from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch import outcomes
 from tramontane.router.batch.outcomes import _ResultFiles
@@ -141,6 +141,17 @@ def test_pages_make_whole_files(harness: BatchHarness, monkeypatch: pytest.Monke
         assert len(list(Path(harness.storage).rglob("*.jsonl"))) == 2
         with service._database.reading() as connection:
             assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
+
+    asyncio.run(scenario())
+
+
+def test_results_are_no_input_of_another_job(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        output = await service.upload("out.jsonl", "batch_output", iter([requests(1)]))
+        with pytest.raises(JobRefusedError, match=f"{output.file_id} was not uploaded with purpose batch"):
+            await service.submit_file(output.file_id, JobOptions())
+        assert await service.list(9) == []
 
     asyncio.run(scenario())
 

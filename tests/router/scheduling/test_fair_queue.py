@@ -43,6 +43,15 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     assert [_begun(turns).seq_id for _ in range(5)] == [100, 30, 101, 31, 32]
 
 
+def test_the_oldest_sequence_is_the_same_whoever_owns_it() -> None:
+    """It is the one that ages while more urgent ones are scheduled."""
+    waiting = WaitingQueue()
+    for seq_id, owner, priority in ((3, FEW, 0), (4, FEW, 2), (5, FLOOD, 1), (6, FEW, 2), (7, FLOOD, 2)):
+        waiting.push(Sequence(seq_id, (1,), SamplingParams(), 10, priority, owner))
+    oldest = [waiting.oldest_lower_priority(level) for level in range(3)]
+    assert [each and each.seq_id for each in oldest] == [4, 4, None]
+
+
 def test_quiet_time_earns_no_turns() -> None:
     """It had a turn at first; while it had nothing waiting, the other had thirty."""
     turns = FairQueue()

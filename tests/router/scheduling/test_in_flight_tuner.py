@@ -30,6 +30,16 @@ def test_it_begins_with_one_more_than_there_are_stages(num_stages: int, limit: i
     assert InFlightTuner(num_stages, limit).max_in_flight == first
 
 
+def test_a_pipeline_is_saturated_as_soon_as_its_last_stage_does_not_wait() -> None:
+    """Not before anything was measured, and the waits of other stages do not count."""
+    pipeline = Pipeline(2)
+    assert not pipeline.tuner.is_saturated
+    pipeline.run(2, (0.001, 0.001), (0.5, 0.0))
+    assert pipeline.tuner.is_saturated
+    pipeline.run(2, (0.001, 0.001), (0.0, 0.5))
+    assert not pipeline.tuner.is_saturated
+
+
 @pytest.mark.parametrize(
     ("options", "limit"),
     [

@@ -123,6 +123,7 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
         worker.load_experts(actor.experts)
         worker.unload_experts(actor.experts)
         assert worker.num_bytes == actor.weight_bytes
+        assert (worker.busy_s, worker.num_rows) == (0.0, 0)
     experts = RemoteExperts(first, actors.connect, current_plan)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(9, ARGS.dim)
