@@ -11,7 +11,7 @@ from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.batch import schema
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.store import LineError, StoredJob, StoredResult
+from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 
 RUNNING = Job("batch_a", JobState.RUNNING, JobOptions(), 9, 4, 2, 1, created_at=1000.7, started_at=1001.9)
 FAILED = replace(RUNNING, state=JobState.FAILED, ended_at=1002.9)
@@ -22,29 +22,26 @@ def _stored(job: Job, **more: Any) -> StoredJob:  # noqa: ANN401
 
 
 def test_a_job_that_runs_has_no_end_and_no_errors() -> None:
-    batch = schema.batch_object(_stored(RUNNING), keep_s=500.0)
+    batch = schema.batch_answer(_stored(RUNNING), keep_s=500.0).as_json()
     times = {name: time for name, time in batch.items() if name.endswith("_at")}
     assert {name: time for name, time in times.items() if time is not None} == {"created_at": 1000, "in_progress_at": 1001}
     assert (batch["status"], batch["errors"], batch["metadata"]) == ("in_progress", None, None)
     assert batch["request_counts"] == {"total": 9, "completed": 4, "failed": 2}
-    schema.Batch.model_validate(batch)
 
 
 @pytest.mark.parametrize(("keep_s", "expires_at"), [(500.0, 1502), (None, None)])
 def test_a_job_that_failed_has_its_errors_and_the_time_at_which_it_expires(keep_s: float | None, expires_at: int | None) -> None:
-    problem = LineError(2, "invalid_request", "line 2: it is not JSON")
-    batch = schema.batch_object(replace(_stored(FAILED, problems=[problem]), cancelling_at=1002.1), keep_s)
+    problem = BatchError(line=2, code="invalid_request", message="line 2: it is not JSON", param=None)
+    batch = schema.batch_answer(replace(_stored(FAILED, problems=[problem]), cancelling_at=1002.1), keep_s).as_json()
     assert (batch["failed_at"], batch["completed_at"], batch["cancelled_at"]) == (1002, None, None)
     assert (batch["cancelling_at"], batch["expires_at"]) == (1002, expires_at)
     assert batch["errors"]["data"] == [{"code": problem.code, "message": problem.message, "line": 2, "param": None}]
-    schema.Batch.model_validate(batch)
 
 
 @pytest.mark.parametrize(("keep_s", "expires_at"), [(500.0, 1500), (None, None)])
 def test_a_file_expires_some_time_after_its_creation(keep_s: float | None, expires_at: int | None) -> None:
-    file = schema.file_object(FileRecord.new("in.jsonl", "batch", 1000.7, num_bytes=3), keep_s)
+    file = schema.file_answer(FileRecord.new("in.jsonl", "batch", 1000.7, num_bytes=3), keep_s).as_json()
     assert (file["created_at"], file["expires_at"], file["bytes"]) == (1000, expires_at, 3)
-    schema.StoredFile.model_validate(file)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +61,13 @@ def test_a_result_is_a_response_or_an_error(
 
 
 def test_a_page_says_whether_there_are_more() -> None:
-    objects = [{"id": name} for name in "abc"]
-    assert schema.paginate(objects, 2) == schema.paginate(objects[:2], 2) | {"has_more": True}
-    page = {"object": "list", "data": objects, "first_id": "a", "last_id": "c", "has_more": False}
-    assert schema.paginate(objects, 3) == page
-    assert schema.paginate([], 3) == page | {"data": [], "first_id": None, "last_id": None}
+    files = [schema.file_answer(FileRecord.new(name, "batch", 1000.7, num_bytes=3), None) for name in "abc"]
+    page = {"object": "list", "first_id": files[0].id, "has_more": False}
+    for given, limit, shown, has_more in ((files, 2, 2, True), (files[:2], 2, 2, False), (files, 3, 3, False)):
+        data = [file.as_json() for file in files[:shown]]
+        expected = page | {"data": data, "last_id": files[shown - 1].id, "has_more": has_more}
+        assert schema.FileList.of(given, limit).as_json() == expected
+    assert schema.FileList.of([], 3).as_json() == page | {"data": [], "first_id": None, "last_id": None}
 
 
 def test_query_parameters_are_in_their_ranges() -> None:

@@ -43,7 +43,7 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     assert [_begun(turns).seq_id for _ in range(5)] == [100, 30, 101, 31, 32]
 
 
-def test_the_oldest_sequence_is_the_same_whoever_owns_it() -> None:
+def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
     """It is the one that ages while more urgent ones are scheduled."""
     waiting = WaitingQueue()
     for seq_id, owner, priority in ((3, FEW, 0), (4, FEW, 2), (5, FLOOD, 1), (6, FEW, 2), (7, FLOOD, 2)):
