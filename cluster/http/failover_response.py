@@ -36,7 +36,8 @@ def format_event(data: bytes) -> bytes:
 class ProgressReporter:
     """Reports the progress of one response that is not streamed, at most once per interval.
 
-    After more than ``MAX_PROGRESS_BYTES`` in one interval it reports no more: what follows is computed again if the ingress dies.
+    After more than ``MAX_PROGRESS_BYTES`` in one interval it never reports again: what follows is computed again if the ingress
+    dies.
     """
 
     def __init__(self, send: Send) -> None:

@@ -43,12 +43,14 @@ async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def _without_collector(work: Callable[[], T]) -> T:
-    """Call ``work`` without Python's garbage collector, which would stop all threads to examine what ``work`` makes."""
+    """Call ``work`` with Python's garbage collector off, which would stop all threads often to examine what ``work`` makes."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return work()
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def check_elements(body: bytes, what: str = "the body", parameter: str | None = None) -> None:

@@ -11,9 +11,9 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.choice_text import ChoiceBuilder, ChoiceDetokenizer
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange, Delta
-from tramontane.router.openai.completion import ChoiceBuilder, Completion
+from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields

@@ -1,10 +1,14 @@
-"""Detokenization of one choice: from tokens to the text that the client receives."""
+"""Detokenization of one choice: from tokens to the text that the client receives, and to the fields of the whole choice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tramontane.proto.errors import UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
+from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
+from tramontane.router.openai.completion_request import CompletionRequest
+from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -142,3 +146,30 @@ class ChoiceDetokenizer:
     def _begun_in_emitted(self) -> list[TokenWithLogprobs]:
         """Return pending tokens that begin in emitted text: of "x", "E", "ND" the first if "x" is emitted."""
         return [token for token in self._pending if token.offset < self._num_emitted]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceBuilder:
+    """How an endpoint's answers differ from another's. Defaults are those of completions."""
+
+    choices: Sequence[ChoiceDetokenizer]  # one per sequence
+    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
+    merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
+    grammar: str = ""  # of all choices
+    id_prefix: str = "cmpl"
+    object: str = "text_completion"
+    chunk: type[CompletionChunk] | type[ChatChunk] = CompletionChunk
+
+    def merge_changes(self, changes: Sequence[Mapping[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+        """Return the fields of one whole choice, given all of its changes."""
+        layers = request.return_experts
+        text = "".join(change["text"] for change in changes)
+        merged = {**changes[0], "text": text, "finish_reason": changes[-1]["finish_reason"]}
+        if "token_ids" in merged:
+            merged["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+        if request.logprobs is not None:
+            merged["logprobs"] = self.merge_logprobs(change["logprobs"] for change in changes)
+        for name in ("prompt_experts", "experts") if layers else ():
+            parts = [change.get(name, {}) for change in changes]
+            merged[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
+        return merged

@@ -1,9 +1,9 @@
 """``/v1/completions`` without HTTP: from a parsed request to OpenAI's objects, whole or streamed."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,12 @@ from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput,
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
-from tramontane.router.openai.chunks import ChatChunk, CompletionChange, CompletionChunk
+from tramontane.router.openai.choice_text import ChoiceBuilder, ChoiceDetokenizer
+from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
     TokenLogprobs,
-    TokenWithLogprobs,
-    completion_logprobs,
     index_by_position,
-    merge_logprobs,
     prompt_logprobs,
     prompt_tokens,
 )
@@ -30,37 +27,9 @@ from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
 from tramontane.router.structured.grammar import build_grammar
 from tramontane.router.structured.validator import run_in_grammar_pool
-from tramontane.router.tokenization.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceBuilder:
-    """How an endpoint's answers differ from another's. Defaults are those of completions."""
-
-    choices: Sequence[ChoiceDetokenizer]  # one per sequence
-    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
-    merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
-    grammar: str = ""  # of all choices
-    id_prefix: str = "cmpl"
-    object: str = "text_completion"
-    chunk: type[CompletionChunk] | type[ChatChunk] = CompletionChunk
-
-    def merge_changes(self, changes: Sequence[Mapping[str, Any]], request: CompletionRequest) -> dict[str, Any]:
-        """Return the fields of one whole choice, given all of its changes."""
-        layers = request.return_experts
-        text = "".join(change["text"] for change in changes)
-        merged = {**changes[0], "text": text, "finish_reason": changes[-1]["finish_reason"]}
-        if "token_ids" in merged:
-            merged["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
-        if request.logprobs is not None:
-            merged["logprobs"] = self.merge_logprobs(change["logprobs"] for change in changes)
-        for name in ("prompt_experts", "experts") if layers else ():
-            parts = [change.get(name, {}) for change in changes]
-            merged[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
-        return merged
-
 
 BYTES_PER_VALUE = 40  # of JSON, for one log-probability with its token; an expert id takes less
+BYTES_PER_TOKEN = 8  # of JSON, for a token of a prompt, as an id or as text
 
 
 class Completion:
@@ -85,8 +54,9 @@ class Completion:
         }
         self._usage_in_chunks = {"usage": None} if request.includes_usage else {}
         self._times: RequestTimings | None = None
-        # About how many bytes of JSON the log-probabilities and expert ids are, of the last changes and of all.
+        # About how many bytes of JSON the last changes and all changes are, without generated text.
         self.change_bytes = self.answer_bytes = 0
+        self._decoded_prompts: dict[int, str] = {}
         self._num_echoed: dict[int, int] = {}  # characters of the prompt in the text, by choice
         self._new_token_ids: dict[int, list[int]] = {}  # of the last changes, by choice
         for index, state in resume_state.choices.items():
@@ -165,9 +135,9 @@ class Completion:
             async with aclosing(source.generate([specs[index] for index in running])) as batches:
                 async for batch in batches:
                     recorder.observe(batch)
-                    self.change_bytes = batch.num_values * BYTES_PER_VALUE
-                    self.answer_bytes += self.change_bytes
                     own = batch if len(running) == len(specs) else remap_seq_ids(batch, running)
+                    self.change_bytes = self._json_bytes(own, yielded)
+                    self.answer_bytes += self.change_bytes
                     changes = await run_off_loop(self.change_bytes, partial(self._process, own, yielded))
                     self._times = batch.times
                     if changes:
@@ -207,6 +177,14 @@ class Completion:
         router_s = self._times._asdict()
         times = {"ingress_s": time.monotonic() - self._arrived_at - sum(router_s.values()), **router_s}
         return Timings(**{name: round(seconds, 6) for name, seconds in times.items()})
+
+    def _json_bytes(self, batch: RequestOutput, yielded: set[int]) -> int:
+        """Return about how many bytes of JSON a batch becomes. The first change of a choice may repeat its prompt."""
+        num_bytes = batch.num_values * BYTES_PER_VALUE
+        if self._request.echo or self._request.return_token_ids:
+            firsts = {event.seq_id for event in batch.events} - yielded
+            num_bytes += BYTES_PER_TOKEN * sum(map(self._num_prompt, firsts))
+        return num_bytes
 
     def _process(self, batch: RequestOutput, yielded: set[int]) -> list[CompletionChange]:
         """Return one change per choice that the batch has tokens of. ``yielded``: choices that had a change before."""
@@ -288,7 +266,9 @@ class Completion:
         given = self._request.prompt[prompt]
         if isinstance(given, str):
             return given
-        return self._model.tokenizer.decode(given) if self._model.tokenizer else ""
+        if prompt not in self._decoded_prompts:  # all choices repeat it
+            self._decoded_prompts[prompt] = self._model.tokenizer.decode(given) if self._model.tokenizer else ""
+        return self._decoded_prompts[prompt]
 
 
 async def _grammar(model: ServedModel, request: CompletionRequest) -> str:

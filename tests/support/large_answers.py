@@ -25,13 +25,15 @@ from tramontane.router.openai.served_model import MAX_STREAMED_LOGPROBS, MAX_WHO
 TOP = 20
 STEP = 128  # tokens of each sequence in one output
 TIMES = RequestTimings(0.0, 0.0, 0.0)
-LARGE_MODEL = replace(MODEL, max_model_len=2 * MAX_WHOLE_LOGPROBS, num_layers=4, experts_per_token=2)
+MAX_CHOICES = 128
+LONG_PROMPT = 32_000  # tokens, which each choice repeats
+LARGE_MODEL = replace(MODEL, max_model_len=2 * MAX_WHOLE_LOGPROBS, max_sequences=MAX_CHOICES, num_layers=4, experts_per_token=2)
 
 
 def requests(share: float = 1.0) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield names, paths and bodies, for answers of this share of the largest."""
     many, streamed = int(share * MAX_WHOLE_LOGPROBS), int(share * MAX_STREAMED_LOGPROBS) // (TOP + 1)
-    few = many // (TOP + 1)
+    few, long = many // (TOP + 1), [7] * int(share * LONG_PROMPT)
     tops = {"prompt": [7] * few, "prompt_logprobs": TOP, "max_tokens": 1}
     completions: dict[str, dict[str, Any]] = {
         "prompt_logprobs of few tokens with others": tops,
@@ -40,6 +42,8 @@ def requests(share: float = 1.0) -> Iterator[tuple[str, str, dict[str, Any]]]:
         "logprobs": {"prompt": [7], "logprobs": TOP, "max_tokens": few},
         "logprobs of several choices": {"prompt": [7], "logprobs": TOP, "max_tokens": few // 8, "n": 8},
         "experts": {"prompt": [7] * few, "return_experts": [0, 1, 2, 3], "max_tokens": many // 2 - few},
+        "prompts of many choices": {"prompt": long, "n": MAX_CHOICES, "return_token_ids": True, "max_tokens": 1},
+        "echoes of many choices": {"prompt": long, "n": MAX_CHOICES, "echo": True, "max_tokens": 1},
     }
     for name, body in completions.items():
         yield name, "/v1/completions", body

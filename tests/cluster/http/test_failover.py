@@ -272,6 +272,22 @@ def test_no_more_progress_is_reported_after_too_many_log_probabilities(
     assert sent == [(0, [1], None, [])] * is_earlier_reported
 
 
+def test_every_interval_may_report_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
+    sent: list[Any] = []
+
+    async def send(message: Message) -> None:
+        sent.extend(message["updates"])
+
+    async def scenario() -> None:
+        report = whole_answers.ProgressReporter(send)
+        for token_id in range(3):
+            await report([(0, [token_id], None, [])], [], whole_answers.MAX_PROGRESS_BYTES)
+
+    asyncio.run(scenario())
+    assert [ids for _, ids, _, _ in sent] == [[0], [1], [2]]
+
+
 async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return all details of each choice, merged; without text, as the tokens make none."""
     async with _router() as router:

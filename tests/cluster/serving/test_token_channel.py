@@ -326,20 +326,31 @@ def test_no_message_has_more_values_than_an_ingress_decodes_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_parts_of_an_output_are_read_with_its_tokens() -> None:
+@pytest.mark.parametrize("num_waiting", [0, 1, 2])
+def test_parts_of_an_output_are_read_with_its_tokens(num_waiting: int) -> None:
+    """Also if tokens that came before are read while parts arrive."""
     times = RequestTimings(0.0, 0.0, 0.0)
     experts = [ExpertChoices(0, 3, start, ((1, 2),)) for start in range(3)]
 
     async def scenario() -> None:
         queue = OutputQueue()
+        for _ in range(num_waiting):
+            queue.put(earlier := RequestOutput((TokenEvent(1, 5),), times))
+        if num_waiting:
+            queue.put(RequestOutput((), times, (experts[0],)))
+            assert await queue.get() == earlier._replace(events=earlier.events * num_waiting)
+            experts.pop(0)
+            first: tuple[ExpertChoices, ...] = (ExpertChoices(0, 3, 0, ((1, 2),)),)
+        else:
+            first = ()
         reading = asyncio.ensure_future(queue.get())
-        for part in experts[:2]:
+        for part in experts[:-1]:
             queue.put(RequestOutput((), times, (part,)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert not reading.done()
-        queue.put(RequestOutput((TokenEvent(0, 7),), times, (experts[2],)))
-        assert await reading == RequestOutput((TokenEvent(0, 7),), times, tuple(experts))
+        queue.put(RequestOutput((TokenEvent(0, 7),), times, (experts[-1],)))
+        assert await reading == RequestOutput((TokenEvent(0, 7),), times, (*first, *experts))
 
     asyncio.run(scenario())
 

@@ -29,6 +29,7 @@ from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.responses import CompletionAnswer
+from tramontane.router.openai.resume_state import ChoiceState, ResumeState
 from tramontane.router.openai.served_model import (
     MAX_STREAMED_LOGPROBS,
     MAX_WHOLE_LOGPROBS,
@@ -802,3 +803,21 @@ def test_a_failure_comes_after_the_tokens_and_closes_the_source(model: ServedMod
             await (await _prepared(model)).run(source)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ended", [[0], [1], [0, 2], [1, 2]])
+def test_an_answer_of_which_choices_have_ended_continues_with_the_others(model: ServedModel, ended: list[int]) -> None:
+    """Another ingress has ended them; the source numbers what is left from 0."""
+    left = [index for index in range(3) if index not in ended]
+    state = ResumeState(choices={index: ChoiceState([300], FinishReason.STOP) for index in ended})
+
+    async def scenario() -> dict[int, list[int]]:
+        request = _request(prompt="ROMEO:", n=3, max_tokens=4, return_token_ids=True)
+        completion = await Completion.prepare(model, request, 0.0, resume_state=state)
+        found: dict[int, list[int]] = {}
+        async for changes in completion.stream(ScriptedSource([(310 + index,) * 4 for index in left])):
+            for change in changes:
+                found.setdefault(change["index"], []).extend(change["token_ids"])
+        return found
+
+    assert asyncio.run(scenario()) == {index: [310 + index] * 4 for index in left}
