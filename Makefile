@@ -5,12 +5,16 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-plain test-plain-cluster test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: help demo test test-plain test-plain-cluster test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
+	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
+
+help:  ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1  /p' Makefile | awk '{name = $$1; $$1 = ""; printf "%-20s%s\n", name, $$0}'
 
 demo: $(STAMP)  ## four prompts through two stage actors
 	$(BIN)/tramontane generate --stages 2 --max-tokens 128 \

@@ -55,7 +55,8 @@ def submit(
     if as_json:
         print(json.dumps(job))
     if job["status"] == "failed":
-        all_errors = f"all errors: tramontane batch results {job['id']}"
+        elsewhere = "" if url == DEFAULT_URL else f" --url {url}"
+        all_errors = f"all errors: tramontane batch results {job['id']}{elsewhere}"
         raise ConfigError(f"{file} cannot be run: {_why_failed(job)}; {all_errors}")
     if not as_json:
         print(job["id"])

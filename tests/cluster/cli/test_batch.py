@@ -185,7 +185,7 @@ def test_a_file_of_bad_lines_only_is_reported_at_once(
         assert why in complaint
         assert complaint.count("--endpoint") == 1
         job = json.loads(tramontane("list", "--url", url, "--json"))[0]
-        assert complaint.endswith(f"and 2 more; all errors: tramontane batch results {job['id']}")
+        assert complaint.endswith(f"and 2 more; all errors: tramontane batch results {job['id']} --url {url}")
         assert why in tramontane("status", job["id"], "--url", url)
         with pytest.raises(PipelineError, match=why):
             watch(job["id"], url)
