@@ -95,8 +95,9 @@ def token_logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
 
 
 def to_score_response(result: Mapping[str, Any]) -> pb.ScoreResponse:
-    """Convert what ``Completion.run`` returns for a request of ``parse_score``."""
-    return pb.ScoreResponse(tokens=token_logprobs(result["choices"][0]["logprobs"]), usage=pb.Usage(**result["usage"]))
+    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as ``encode_json`` does."""
+    tokens = token_logprobs(result["choices"].pop()["logprobs"])
+    return pb.ScoreResponse(tokens=tokens, usage=pb.Usage(**result["usage"]))
 
 
 def to_models_response(model: ServedModel) -> pb.ModelsResponse:

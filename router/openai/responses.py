@@ -26,8 +26,13 @@ CHOICES_DEPTH = 1  # of the list of choices in an answer or a chunk; deeper list
 
 
 def encode_json(answer: dict[str, Any]) -> bytes:
-    """Encode an answer or a chunk as JSON piece by piece: the encoder holds Python's interpreter lock until it returns."""
-    return "".join(_json_pieces(answer, 0)).encode()
+    """Encode an answer or a chunk as JSON piece by piece: the encoder holds Python's interpreter lock until it returns.
+
+    Its list of choices is emptied: to free half a million values takes long, so the thread that encodes them does it.
+    """
+    encoded = "".join(_json_pieces(answer, 0)).encode()
+    answer["choices"].clear()
+    return encoded
 
 
 def _json_pieces(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401

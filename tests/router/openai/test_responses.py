@@ -67,6 +67,8 @@ def test_pieces_of_an_answer_are_the_json_of_the_whole(num_items: int) -> None:
     logprobs = {"tokens": ["ü"] * num_items, "top_logprobs": top, "empty": {}, "none": []}
     choices = [{"index": n, "logprobs": logprobs, "experts": {"3": [(1, 2)] * num_items}} for n in range(num_items)]
     answer = {"id": "cmpl-1", "choices": choices, "usage": {"total_tokens": num_items}}
-    assert encode_json(answer) == to_json(answer).encode()
+    expected = to_json(answer).encode()
     longest = max(len(to_json(each)) + 1 for each in top)
     assert max(map(len, _json_pieces(answer, 0))) <= MAX_PIECE * longest
+    assert encode_json(answer) == expected
+    assert answer["choices"] == [], "freed where it was encoded"
