@@ -14,6 +14,7 @@ from tramontane.router.tokenization.tokenizer import encode_prompt
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 ROLES = ("system", "user", "assistant")
+MAX_COMPLETIONS = 1024  # per prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class SamplingParams(request.SamplingParams):
     """Sampling parameters of a program: those of one sequence, and two that concern a prompt and its text.
 
     Attributes:
-        n: completions per prompt.
+        n: completions per prompt, from 1 to ``MAX_COMPLETIONS``.
         stop: texts, or one text, that end a completion, which does not include them.
     """
 
@@ -30,8 +31,8 @@ class SamplingParams(request.SamplingParams):
 
     def __post_init__(self) -> None:
         request.SamplingParams.__post_init__(self)
-        if self.n < 1:
-            raise RequestError(f"n is {self.n}; it must be at least 1")
+        if type(self.n) is not int or not 1 <= self.n <= MAX_COMPLETIONS:  # a bool is an int, too
+            raise RequestError(f"n is {self.n!r}; it must be a whole number from 1 to {MAX_COMPLETIONS}")
         try:
             object.__setattr__(self, "stop", parse_stops(self.stop))
         except ValueError as error:

@@ -3,6 +3,7 @@
 While they load their progress is shown; later each loss of one is reported, and when its pipeline runs again.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ class LoadProgress:
 
 WorkerAnswer = WorkerHealth | RayError
 ShowLoading = Callable[[Sequence[LoadProgress]], None]
+logger = logging.getLogger(__name__)
 
 
 def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[LoadProgress]:
@@ -95,8 +97,10 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
     poller, losses = _WorkerPoller(pipelines + WORKER), LossReporter(report)
 
     def update(wait_s: float = 0.0) -> None:
-        with suppress(RayError):  # the head node is away
+        try:
             losses.observe(*poller.poll(wait_s))
+        except Exception:  # the head node is away, or an actor was removed between its listing and its look-up
+            logger.debug("the workers of %s could not be polled; the next attempt follows", pipelines, exc_info=True)
 
     update(FIRST_ANSWER_TIMEOUT_S)  # a worker is lost only if it was known
     with run_periodically(WATCH_POLL_S, update):
@@ -114,7 +118,8 @@ class LossReporter:
     def observe(self, names: Collection[str], answers: Mapping[str, WorkerAnswer]) -> None:
         """Take the names of all workers, and new answers of some of them."""
         self._known = {name: health for name, health in self._known.items() if name in names}
-        self._lost = {pipeline: lost for pipeline, lost in self._lost.items() if any(name.startswith(pipeline) for name in names)}
+        pipelines = {re.sub(WORKER, "", name) for name in names}
+        self._lost = {pipeline: lost for pipeline, lost in self._lost.items() if pipeline in pipelines}
         for name, answer in answers.items():
             known = self._known.get(name)
             if isinstance(answer, RayError):
@@ -157,7 +162,7 @@ class _WorkerPoller:
         self._pending: dict[str, ObjectRef[WorkerHealth]] = {}
 
     def poll(self, wait_s: float = 0.0) -> tuple[list[str], dict[str, WorkerAnswer]]:
-        """Return the names of all workers and the new answers by name; wait so long for each of those."""
+        """Return the names of all workers and the new answers by name; wait so long for all of those together."""
         answers: dict[str, WorkerAnswer] = {}
         names = actor_names(self._names)
         for name in names:
@@ -165,11 +170,14 @@ class _WorkerPoller:
                 self._handles[name] = ray.get_actor(name, NAMESPACE)
             if name not in self._pending:
                 self._pending[name] = self._handles[name].health.options(concurrency_group="control").remote()
+        refs = [*self._pending.values()]
+        done, _ = ray.wait(refs, num_returns=max(len(refs), 1), timeout=wait_s)
         for name, ref in list(self._pending.items()):
-            if ray.wait([ref], timeout=wait_s)[0]:
+            if ref in done:
                 del self._pending[name]
                 try:
                     answers[name] = ray.get(ref)
-                except RayError as error:  # it restarts, or was removed
+                except RayError as error:  # it restarts, or was removed; another actor may get its name
                     answers[name] = error
+                    del self._handles[name]
         return names, {name: answer for name, answer in answers.items() if name in names}

@@ -101,12 +101,16 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
 
 
 def _may_be_released(port: int) -> bool:
-    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve`` that is running."""
+    """Return False if another program than Ray listens, or the cluster of a ``tramontane serve`` that is running.
+
+    Process 1 does not count: it is the parent of what a killed server left, and in a container its command line is often the
+    server's, such as ``tini -- tramontane serve``.
+    """
     with suppress(psutil.Error):  # who listens cannot be seen
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
                 process = psutil.Process(connection.pid)
-                titles = [" ".join(each.cmdline()) for each in (process, *process.parents())]
+                titles = [" ".join(each.cmdline()) for each in (process, *process.parents()) if each.pid != 1]
                 is_ray = any(title.startswith("ray::") or "raylet" in title for title in titles)
                 return is_ray and not any(RUNNING_SERVER.search(title) for title in titles)
     return True

@@ -97,7 +97,11 @@ def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: p
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"n": 0}, "n is 0; it must be a whole number from 1 to 1024$"),
+        ({"n": 1025}, "n is 1025; it must be a whole number from 1 to 1024$"),
+        ({"n": 2.5}, "n is 2.5; it must be a whole number"),
+        ({"n": True}, "n is True; it must be a whole number"),
+        ({"n": "2"}, "n is '2'; it must be a whole number"),
         ({"stop": [""]}, "stop: it must be a text or a list of texts, none of them empty"),
         ({"stop": 3}, "stop: it must be a text or a list of texts"),
         ({"stop": ["x"] * 17}, "stop: there may be at most 16"),
@@ -107,6 +111,10 @@ def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: p
 def test_wrong_sampling_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
+
+
+def test_a_prompt_may_have_1024_completions() -> None:
+    assert SamplingParams(n=1024).n == 1024
 
 
 def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
@@ -161,7 +169,14 @@ def test_what_cannot_be_generated_from_is_refused_by_its_number(llm: LLM, prompt
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [{"role": "tool", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 1}]]
+    "messages",
+    [
+        [],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": "x", "name": "Ann"}],
+    ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, str]]) -> None:
     with pytest.raises(RequestError, match="conversation 1"):

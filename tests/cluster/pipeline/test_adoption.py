@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -19,6 +20,7 @@ from tramontane.cluster.actors import supervisor_client
 from tramontane.cluster.actors.lease import LeaseManager
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.pipeline import adoption, lifecycle
+from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
 
@@ -57,6 +59,37 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage().startswith("the pipeline app-0 cannot be claimed: ")
+
+
+def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every two seconds, for the last time when none is left; ``nodes_timeout_s`` counts from the first probe."""
+    now, probes = 1000.0, list[float]()
+
+    def new_spec() -> NoReturn:
+        probes.append(now - 1000.0)
+        raise TooFewNodesError("4 stages need a GPU each, and there are 2")
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async def create() -> None:
+        async with adoption.adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=4.0):
+            raise AssertionError("there is none")
+
+    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
+    monkeypatch.setattr(adoption, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    caplog.set_level(logging.INFO, adoption.__name__)
+    with pytest.raises(TooFewNodesError, match="and there are 2"):
+        asyncio.run(create())
+    assert probes == [0.0, 2.0, 4.0]
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        f"waiting up to {left} s more for nodes" for left in (4, 2)
+    ]
 
 
 NUM_ROUTERS = 64

@@ -2,8 +2,11 @@
 
 import asyncio
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayError
@@ -14,6 +17,7 @@ from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
+from tramontane.cluster.pipeline import load_progress as loading
 from tramontane.cluster.pipeline.adoption import pipeline_prefix
 from tramontane.cluster.pipeline.engine import model_fingerprint, open_engine, pipeline_spec, validate_model
 from tramontane.cluster.pipeline.load_progress import LoadProgress, LossReporter, load_progress
@@ -257,3 +261,110 @@ def test_workers_that_are_removed_with_their_pipeline_are_not_reported() -> None
     assert observed.after(1, *BOTH, stage_1=RayError("gone")) != []
     assert observed.after(1) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 21), stage_1=_stage(1, 22)) == [], "the next one of this name is new"
+
+
+def test_a_fenced_stage_is_at_work_while_it_loads() -> None:
+    observed = _Observed()
+    assert observed.after(0, *BOTH, stage_1=_stage(1, 12)) == []
+    assert len(observed.after(1, *BOTH, stage_1=RayError("gone"))) == 1
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 13, epoch=-1, loaded=9)) == []
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 13, epoch=0, loaded=9)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
+
+
+def test_losses_of_a_removed_pipeline_are_forgotten_though_another_name_begins_like_its_own() -> None:
+    """The pipeline a-1 is removed while a-10 stays, and a later a-1 is a new one."""
+    reports = list[str]()
+    reporter, other = LossReporter(reports.append, lambda: 0.0), {"a-10-stage-0": _stage(0, 99)}
+    reporter.observe(["a-1-stage-0", *other], {"a-1-stage-0": _stage(0, 11), **other})
+    reporter.observe(["a-1-stage-0", *other], {"a-1-stage-0": RayError("gone")})
+    assert len(reports) == 1
+    reporter.observe([*other], {})
+    reporter.observe(["a-1-stage-0", *other], {"a-1-stage-0": _stage(0, 21)})
+    assert len(reports) == 1
+
+
+class _FakeRay:
+    """Named actors, and calls of theirs that are answered when a test says so. A call's reference is its number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[int, WorkerHealth | RayError] = {}
+        self.names = list[str]()
+        self.calls = list[tuple[str, str]]()  # name of the actor and life of the handle
+        self.lives = dict[str, str]()
+        self.waits = list[tuple[list[int], float]]()
+        self.look_up_error: Exception | None = None
+        monkeypatch.setattr(loading, "ray", self)
+        monkeypatch.setattr(loading, "actor_names", lambda _pattern: list(self.names))
+
+    def start(self, *names: str, life: str = "first") -> None:
+        self.names = [*dict.fromkeys([*self.names, *names])]
+        self.lives.update(dict.fromkeys(names, life))
+
+    def get_actor(self, name: str, _namespace: str) -> object:
+        if self.look_up_error is not None:
+            raise self.look_up_error
+        life = self.lives[name]
+
+        def call() -> int:
+            self.calls.append((name, life))
+            return len(self.calls) - 1
+
+        return SimpleNamespace(health=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call)))
+
+    def wait(self, refs: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+        assert num_returns == max(len(refs), 1)
+        self.waits.append((refs, timeout))
+        return [ref for ref in refs if ref in self.answers], [ref for ref in refs if ref not in self.answers]
+
+    def get(self, ref: int) -> WorkerHealth:
+        answer = self.answers[ref]
+        if isinstance(answer, RayError):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> _FakeRay:
+    return _FakeRay(monkeypatch)
+
+
+def test_all_workers_are_waited_for_together_and_none_is_called_again_before_it_has_answered(fake_ray: _FakeRay) -> None:
+    poller = loading._WorkerPoller(".*")
+    assert poller.poll() == ([], {})
+    fake_ray.start("a-0-stage-0", "a-0-stage-1")
+    fake_ray.answers[1] = _stage(1, 12)
+    assert poller.poll(5.0) == (fake_ray.names, {"a-0-stage-1": _stage(1, 12)})
+    assert fake_ray.waits[1:] == [([0, 1], 5.0)]
+    assert poller.poll() == (fake_ray.names, {})
+    assert [name for name, _ in fake_ray.calls] == ["a-0-stage-0", "a-0-stage-1", "a-0-stage-1"]
+
+
+def test_a_worker_that_gets_the_name_of_a_dead_one_is_polled(fake_ray: _FakeRay) -> None:
+    fake_ray.start("a-0-stage-0")
+    poller, death = loading._WorkerPoller(".*"), RayError("gone")
+    fake_ray.answers |= {0: death, 1: _stage(0, 21), 2: _stage(0, 21)}
+    assert poller.poll()[1] == {"a-0-stage-0": death}
+    fake_ray.start("a-0-stage-0", life="second")
+    assert poller.poll()[1] == {"a-0-stage-0": _stage(0, 21)}
+    poller.poll()
+    assert [life for _, life in fake_ray.calls] == ["first", "second", "second"]
+
+
+@pytest.mark.parametrize("error", [ValueError("Failed to look up actor"), RayError("the head node is away")])
+def test_failed_polls_are_survived_and_losses_after_them_are_reported(
+    fake_ray: _FakeRay, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The first one fails in the command itself, the others would end the thread."""
+    polls, reports = list[Callable[[], None]](), list[str]()
+    monkeypatch.setattr(loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work)))
+    fake_ray.start("a-0-stage-0")
+    fake_ray.look_up_error = error
+    with loading.report_losses("a-0", reports.append):
+        (poll,) = polls
+        poll()
+        fake_ray.look_up_error = None
+        fake_ray.answers |= {0: _stage(0, 11), 1: RayError("gone")}
+        poll()
+        assert reports == []
+        poll()
+        assert reports == ["pipeline a-0 has lost stage 1/2, which gets a new process: gone"]

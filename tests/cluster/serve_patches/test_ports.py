@@ -72,6 +72,8 @@ def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyP
     [
         (["ray::ProxyActor", "/site/ray/raylet/raylet --raylet_socket_name=x", "/sbin/init"], True),
         (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "python /bin/tramontane serve --port 8000", "bash"], False),
+        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "tini -- tramontane serve --port 8000"], True),
+        (["ray::ProxyActor", "/site/ray/raylet/raylet --x", "python /bin/tramontane serve", "tini -- tramontane serve"], False),
         (["python -m http.server 8000", "bash"], False),
         (None, True),
     ],
@@ -79,8 +81,8 @@ def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
     monkeypatch: pytest.MonkeyPatch, titles: list[str] | None, is_waited_for: bool
 ) -> None:
-    """None: the listener belongs to another user, so that it cannot be seen."""
-    processes = [SimpleNamespace(cmdline=title.split) for title in titles or ()]
+    """None: the listener belongs to another user, so that it cannot be seen. The last title is that of process 1."""
+    processes = [SimpleNamespace(cmdline=title.split, pid=pid) for pid, title in enumerate((titles or [])[::-1], start=1)][::-1]
     for number, process in enumerate(processes):
         process.parents = lambda number=number: processes[number + 1 :]
     pid = 7 if titles else None

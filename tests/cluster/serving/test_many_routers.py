@@ -7,13 +7,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from simulated_routers import LIMITS, Handle, Replica, driven, fill, request_tokens, stuck
+from simulated_routers import LIMITS, Handle, Replica, driven, fill, harness, request_tokens, stuck
 from virtual_time import block_loop, run_in_virtual_time
 
-from tramontane.cluster.serving import remote_routers, retry_policy
+from tramontane.cluster.serving import least_loaded_router, remote_routers, retry_policy
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, with_idle_timeout
 from tramontane.proto.errors import (
@@ -216,6 +217,28 @@ def test_a_router_whose_streams_cannot_be_opened_is_left_for_another(monkeypatch
             for _ in range(5):
                 assert await request_tokens(routers) == 5
             assert 0 < a.call_counts["subscribe"] <= 5 * remote_routers.MAX_STREAM_ATTEMPTS
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_router_asked_alone_that_refuses_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both routers have just refused another request, so that any may be asked. The first has no stream and, once it has
+    one, no room."""
+    monkeypatch.setattr(least_loaded_router, "random", SimpleNamespace(random=lambda: 0.0))  # of equals the first
+
+    async def scenario() -> None:
+        full, free = Replica("full"), Replica("free")
+        full.chain.gate = stuck
+        async with harness([full, free], running="") as routers:
+            with pytest.raises(PipelineUnavailableError):
+                await request_tokens(routers)
+            async with driven([full, free]):
+                await asyncio.sleep(0.01)
+                fill(full)
+                for each in (full, free):
+                    each.call_counts.clear()
+                assert await request_tokens(routers) == 5
+                assert full.call_counts["generate"] == free.call_counts["generate"] == 2, "without a stream, then with one"
 
     run_in_virtual_time(scenario())
 

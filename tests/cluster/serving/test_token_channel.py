@@ -14,6 +14,7 @@ from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
+from tramontane.cluster.serving import token_channel
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.token_channel import (
     DONE,
@@ -141,8 +142,11 @@ def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(
     asyncio.run(scenario())
 
 
-def test_the_call_of_a_request_that_fails_ends() -> None:
-    """All of its sequences have failed, so that the router does not work on any."""
+def test_the_call_of_a_request_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its sequences have failed, so that the router does not work on any. It is logged and traced as incomplete."""
+    recorded = list[bool]()
+    for name in ("log_ended", "record_spans"):
+        monkeypatch.setattr(token_channel, name, lambda *_, is_complete: recorded.append(is_complete))
 
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
@@ -156,6 +160,7 @@ def test_the_call_of_a_request_that_fails_ends() -> None:
             assert response._call.done()
             assert await response == DONE
             assert router.num_requests == 0
+            assert recorded == [False, False]
 
     asyncio.run(scenario())
 
@@ -225,6 +230,26 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
             assert _in(later) == {6}
             forgotten = {seq_id for batch in chain.submitted for seq_id in batch.freed_seq_ids}
             assert forgotten == left & _in(before), "by the stages"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_ends_is_complete_and_one_that_is_cancelled_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = list[bool]()
+    for name in ("log_ended", "record_spans"):
+        monkeypatch.setattr(token_channel, name, lambda *_, is_complete: recorded.append(is_complete))
+
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain) as (routers, router, _):
+            leaving = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: router.num_requests == 1)
+            leaving.cancel()
+            await _until(lambda: len(recorded) == 2)
+            chain.complete(10_000)
+            assert await _num_tokens(routers, LONG) == 200
+            await _until(lambda: len(recorded) == 4)
+            assert recorded == [False, False, True, True]
 
     asyncio.run(scenario())
 
