@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-plain-cluster test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -23,20 +23,18 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests of Ray Serve mostly wait, so four lanes run at once; the output of the other three is shown when they end. Tests
-# that only compute are at nice 5: they fill the waits of the other lanes. There are two lanes of them, for two cores.
+# Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Tests
+# that only compute are at nice 5: they fill the waits of the other lanes, and end at about the same time. With a fourth
+# lane everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-OTHERS = test-plain test-plain-cluster test-serve-command check test-ray
-test: $(STAMP)  ## all tests, ruff and types, in four lanes: a server in process; two without Ray; commands, types and Ray
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
+OTHERS = test-plain test-serve-command check test-ray
+test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in process; tests without Ray; commands, types and Ray
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory test-serve; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	nice -n 5 $(PYTEST) -m "not ray" --ignore=tests/cluster
-
-test-plain-cluster: $(STAMP)
-	nice -n 5 $(PYTEST) -m "not ray" tests/cluster
+	nice -n 5 $(PYTEST) -m "not ray"
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster
