@@ -1,7 +1,7 @@
 """Bounds on the elements of a JSON body, checked before objects are built, and a thread that reads and writes large bodies.
 
 A parser holds Python's interpreter lock until it is done, in whichever thread it runs: a body of 8 MiB has room for two million
-lists, which take seconds. Within these bounds every body of 8 MiB takes at most 50 ms, texts of any length included.
+lists, which take seconds. Within these bounds a body of 8 MiB takes about 50 ms, texts of any length included.
 """
 
 import asyncio
