@@ -250,11 +250,11 @@ def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_any_number
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("is_earlier_reported", [True, False])
-def test_no_more_progress_is_reported_after_too_many_log_probabilities(
-    is_earlier_reported: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("over", "num_reported"), [((0, 0, 0), 3), ((0, 1, 0), 1), ((1, 0, 0), 0), ((0, 0, 1), 2)])
+def test_no_more_progress_is_reported_after_an_interval_with_too_many_log_probabilities(
+    over: tuple[int, ...], num_reported: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is reported is always the beginning of the answer."""
+    """What is reported is always the beginning of the answer. ``over``: bytes above the bound, by interval."""
     monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
     sent: list[Any] = []
 
@@ -263,29 +263,13 @@ def test_no_more_progress_is_reported_after_too_many_log_probabilities(
 
     async def scenario() -> None:
         report = whole_answers.ProgressReporter(send)
-        if is_earlier_reported:
-            await report([(0, [1], None, [])], [], whole_answers.MAX_PROGRESS_BYTES)
-        await report([(0, [2], None, [])], [], whole_answers.MAX_PROGRESS_BYTES + 1)
-        await report([(0, [3], None, [])], [], 0)
+        for token_id, num_bytes in enumerate(over):
+            await report([(0, [token_id], None, [])], [], whole_answers.MAX_PROGRESS_BYTES + num_bytes)
+        if num_reported < len(over):
+            await report([(0, [9], None, [])], [], 0)
 
     asyncio.run(scenario())
-    assert sent == [(0, [1], None, [])] * is_earlier_reported
-
-
-def test_every_interval_may_report_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
-    sent: list[Any] = []
-
-    async def send(message: Message) -> None:
-        sent.extend(message["updates"])
-
-    async def scenario() -> None:
-        report = whole_answers.ProgressReporter(send)
-        for token_id in range(3):
-            await report([(0, [token_id], None, [])], [], whole_answers.MAX_PROGRESS_BYTES)
-
-    asyncio.run(scenario())
-    assert [ids for _, ids, _, _ in sent] == [[0], [1], [2]]
+    assert [ids for _, ids, _, _ in sent] == [[token_id] for token_id in range(num_reported)]
 
 
 async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:
