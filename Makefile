@@ -46,8 +46,11 @@ test-serve-command: $(STAMP)
 	$(PYTEST) -m ray --ignore=tests/cluster
 
 ROOM ?= proto workers router cluster
-quick: check  ## ruff, mypy, and the tests of one room without Ray: make quick ROOM=router
-	$(BIN)/python -m pytest -q -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
+quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all cores: make quick ROOM=router
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check quick-tests
+
+quick-tests: $(STAMP)
+	$(BIN)/python -m pytest -q --numprocesses=logical --dist=loadfile -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
 check: $(STAMP) types
 	$(BIN)/ruff check .
