@@ -59,7 +59,8 @@ class IngressReplica(GrpcServicer):
         track_response_queues()
         model, digest = load_checked_model(config, fingerprint), short_digest(fingerprint)
         node = ray.get_runtime_context().get_node_id()
-        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node)
+        writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
+        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node, writes_per_s)
         application = serve.get_replica_context().app_name
         if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
             self._routers.drain()
@@ -67,7 +68,6 @@ class IngressReplica(GrpcServicer):
         start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
-        writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
         super().__init__(
             model,
             source,

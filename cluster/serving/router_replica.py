@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import psutil
 from ray import serve
@@ -35,8 +35,6 @@ from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
 RETRY_INTERVAL_S = 0.2
-MESSAGE_TOKENS_PER_S = 1000
-MAX_MESSAGE_PAUSE_S = 0.1
 MAX_FAILED_STARTS = 3  # in a row; each has retried for some time by itself
 
 logger = logging.getLogger(__name__)
@@ -106,21 +104,19 @@ class RouterReplica:
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """Stream tokens to one ingress; see ``IngressStreams``."""
-        async with aclosing(with_pauses(self._streams.subscribe(ingress, replica), self._message_pause_s)) as messages:
+        async with aclosing(self._streams.subscribe(ingress, replica)) as messages:
             async for message in messages:
                 yield message
 
-    def _message_pause_s(self) -> float:
-        scheduler = self._router.scheduler
-        return message_pause_s(scheduler.num_running + scheduler.num_waiting, self._streams.num_open)
-
-    async def generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
+    async def generate(
+        self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True, write_interval_s: float = 0.0
+    ) -> bytes:
         """Run one request from its arrival to its end; see ``IngressStreams``."""
         if not self._router.is_attached and await self._is_superseded():
             return self._streams.refusal(
                 PipelineSupersededError("the pipeline was given to a newer version, which is not ready yet")
             )
-        return await self._streams.generate(self._router, ingress, number, specs, model, may_wait)
+        return await self._streams.generate(self._router, ingress, number, specs, model, may_wait, write_interval_s)
 
     async def _is_superseded(self) -> bool:
         """Return whether routers of a later deployment are starting or running."""
@@ -253,24 +249,6 @@ class RouterReplica:
     def _new_router(self, before: HealthTracker | None = None) -> Router:
         scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
         return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, previous=before)
-
-
-async def with_pauses(messages: AsyncIterator[bytes], pause_s: Callable[[], float]) -> AsyncGenerator[bytes, None]:
-    """Yield the messages of a generator, with a pause after each, in which further tokens gather for the next one."""
-    async with aclosing(cast("AsyncGenerator[bytes, None]", messages)) as opened:
-        async for message in opened:
-            yield message
-            await asyncio.sleep(pause_s())
-
-
-def message_pause_s(num_sequences: int, num_ingresses: int) -> float:
-    """Return the pause after a message to one of so many ingresses, by the sequences that a router has.
-
-    A message has a price of its own, whatever its length, and an ingress writes to each of n streams once in n / 400 s or less
-    often (see ``write_budget``). 1 sequence: 1 ms. 64 sequences: 64 ms, where a stream is written to every 160 ms; half of that
-    with two ingresses. More than 100: 100 ms.
-    """
-    return min(num_sequences / max(num_ingresses, 1) / MESSAGE_TOKENS_PER_S, MAX_MESSAGE_PAUSE_S)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:

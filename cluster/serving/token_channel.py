@@ -7,6 +7,7 @@ sequences (so that Ray Serve sees the load and passes cancellation on), and its 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import suppress
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.common.ray_api import list_dead_nodes
@@ -35,6 +36,8 @@ KEEPALIVE_INTERVAL_S = 1.0
 IDLE_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
 NUM_SILENCE_CHECKS = 10  # in that time
+PAUSE_SHARE = 0.4  # of the time between two writes of an ingress to one client
+MAX_PAUSE_S, MAX_URGENT_PAUSE_S = 0.5, 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +47,35 @@ class IngressStream:
 
     def __init__(self) -> None:
         self._ready: list[tuple[int, RequestOutput | TramontaneError]] = []
-        self._filled = asyncio.Event()
+        self._filled, self._is_urgent = asyncio.Event(), asyncio.Event()
         self.num_requests = 0
+        self._pause_per_request_s = 0.0
         self.closed = asyncio.Event()
 
-    def put(self, number: int, output: RequestOutput | TramontaneError) -> None:
-        """Queue tokens, or the failure, of the ingress's request ``number``."""
+    @property
+    def pause_s(self) -> float:
+        """Seconds after a message in which tokens gather for the next one.
+
+        A message has a cost of its own, whatever its length, and the ingress writes to its clients less often than tokens
+        come. It has 500 requests, of which 8 are here, and 100 writes per second: each client is written to every 5 s, and the
+        pause would be 2 s, so it is 0.5 s. When 1 of the 8 is left, 0.25 s.
+        """
+        return min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S)
+
+    def accept(self, write_interval_s: float) -> None:
+        """Note that a request has begun, and how often its ingress writes to each client now."""
+        self.num_requests += 1
+        self._pause_per_request_s = PAUSE_SHARE * write_interval_s / self.num_requests
+
+    def put(self, number: int, output: RequestOutput | TramontaneError, *, is_urgent: bool = False) -> None:
+        """Queue tokens, or the failure, of the ingress's request ``number``. What is urgent shortens the pause."""
         if isinstance(output, RequestOutput) and output.num_values > MAX_MESSAGE_VALUES:
             self._ready += [(number, part) for part in split_output(output, MAX_MESSAGE_VALUES)]
         else:
             self._ready.append((number, output))
         self._filled.set()
+        if is_urgent:
+            self._is_urgent.set()
 
     def release(self) -> None:
         """Note that a request has ended. The last one wakes the stream, which then waits with the idle timeout."""
@@ -78,9 +99,19 @@ class IngressStream:
                 if was_idle and not self.num_requests:
                     return
             self._filled.clear()
+            self._is_urgent.clear()
             ready, self._ready = self._ready, []
             for message in _messages(ready):
                 yield message
+            await self._pause()
+
+    async def _pause(self) -> None:
+        pause_s = self.pause_s
+        await asyncio.sleep(min(pause_s, MAX_URGENT_PAUSE_S))
+        if pause_s > MAX_URGENT_PAUSE_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s - MAX_URGENT_PAUSE_S):
+                    await self._is_urgent.wait()
 
 
 class IngressStreams:
@@ -123,10 +154,20 @@ class IngressStreams:
             await self._nodes.wait_until_dead(lambda: node)
             stream.closed.set()
 
-    async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> bytes:
+    async def generate(
+        self,
+        router: Router,
+        ingress: str,
+        number: int,
+        specs: bytes,
+        model: str,
+        may_wait: bool = True,
+        write_interval_s: float = 0.0,
+    ) -> bytes:
         """Run one request to its end; its tokens go through the ingress's stream.
 
         ``may_wait``: whether the request is queued while the pipeline is being fenced again; otherwise it is refused then.
+        ``write_interval_s``: how often the ingress writes to each of its clients now.
         Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
         aborts the request.
         """
@@ -141,7 +182,7 @@ class IngressStreams:
             logger.info("request %s is refused: %s", request_id or "-", error, extra=request_fields(request_id))
             return self.refusal(error)
         log_accepted(request, decoded)
-        stream.num_requests += 1
+        stream.accept(write_interval_s)
         stream.put(number, ACCEPTED)
         try:
             await _wait_for_any(delivery.ended, stream.closed)
@@ -174,16 +215,18 @@ class _Delivery:
 
     def __init__(self, stream: IngressStream, number: int, num_sequences: int) -> None:
         self._stream, self._number, self._unfinished = stream, number, set(range(num_sequences))
+        self._has_begun = False
         self.ended, self.has_failed = asyncio.Event(), False
 
     def put(self, output: RequestOutput | TramontaneError) -> None:
-        """Send tokens, or the failure, which ends all sequences."""
-        self._stream.put(self._number, output)
+        """Send tokens, or the failure, which ends all sequences. The first tokens and the ends of sequences are urgent."""
         if isinstance(output, TramontaneError):
-            self.has_failed = True
-            self._unfinished.clear()
+            self.has_failed, finished = True, list(self._unfinished)
         else:
-            self._unfinished.difference_update([event.seq_id for event in output.events if event.finish])
+            finished = [event.seq_id for event in output.events if event.finish]
+        self._stream.put(self._number, output, is_urgent=bool(finished) or not self._has_begun)
+        self._has_begun = True
+        self._unfinished.difference_update(finished)
         if not self._unfinished:
             self.ended.set()
 

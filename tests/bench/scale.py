@@ -38,7 +38,6 @@ from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, UNBOUNDED
 from tramontane.cluster.serving.ingress import IngressReplica
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
-from tramontane.cluster.serving.router_replica import message_pause_s, with_pauses
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch, StepResult
@@ -100,12 +99,9 @@ class EchoRouters:
         self._driving: list[asyncio.Task[None]] = []
 
     async def subscribe(self, ingress: str, replica: str) -> Any:  # noqa: ANN401
-        async with aclosing(with_pauses(self._streams.subscribe(ingress, replica), self._pause_s)) as messages:
+        async with aclosing(self._streams.subscribe(ingress, replica)) as messages:
             async for message in messages:
                 yield message
-
-    def _pause_s(self) -> float:
-        return message_pause_s(sum(router.scheduler.num_running for router in self._routers), self._streams.num_open)
 
     async def generate(self, *arguments: Any) -> bytes:  # noqa: ANN401
         await self._drive()

@@ -1,86 +1,104 @@
 """The pause between two messages of a router to an ingress, in which tokens gather."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import pytest
+from scripted_chain import ScriptedChain
+from virtual_time import run_in_virtual_time
 
-from tramontane.cluster.serving import router_replica
-from tramontane.cluster.serving.router_replica import MAX_MESSAGE_PAUSE_S, message_pause_s, with_pauses
-from tramontane.cluster.serving.token_channel import IngressStream
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStream, IngressStreams, model_key
 from tramontane.proto import wire
-from tramontane.proto.request import RequestOutput, RequestTimings, TokenEvent
+from tramontane.proto.errors import PipelineError, TramontaneError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+STEP_S = 0.03
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "num_ingresses", "pause_s"), [(0, 0, 0.0), (1, 1, 0.001), (64, 1, 0.064), (64, 2, 0.032), (2000, 4, 0.1)]
+    ("write_interval_s", "num_requests", "num_ended", "pause_s"),
+    [(0.0, 3, 0, 0.0), (0.0025, 1, 0, 0.001), (0.16, 64, 0, 0.064), (0.16, 64, 63, 0.001), (5.0, 8, 0, 0.5), (5.0, 8, 7, 0.25)],
 )
-def test_a_pause_is_a_small_part_of_the_time_between_two_writes_of_a_stream(
-    num_sequences: int, num_ingresses: int, pause_s: float
+def test_a_pause_is_a_part_of_the_time_between_two_writes_of_a_stream(
+    write_interval_s: float, num_requests: int, num_ended: int, pause_s: float
 ) -> None:
-    assert message_pause_s(num_sequences, num_ingresses) == pause_s
-    if num_ingresses:
-        most_often = router_replica_writes(num_sequences, num_ingresses)
-        assert pause_s <= min(most_often / 2, MAX_MESSAGE_PAUSE_S)
+    stream = IngressStream()
+    for _ in range(num_requests):
+        stream.accept(write_interval_s)
+    for _ in range(num_ended):
+        stream.release()
+    assert stream.pause_s == pytest.approx(pause_s)
 
 
-def router_replica_writes(num_sequences: int, num_ingresses: int) -> float:
-    """Return the seconds between two writes of one stream, where an ingress may write most often."""
-    from tramontane.cluster.serving.ingress import MAX_WRITES
-
-    return num_sequences / num_ingresses / MAX_WRITES
-
-
-def test_tokens_of_many_steps_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine steps in one pause are one message; the first token waits for none."""
-    monkeypatch.setattr(router_replica.asyncio, "sleep", _Sleep())
+@pytest.mark.parametrize("urgent", [None, 0.07, 0.21])
+def test_tokens_of_many_steps_travel_in_one_message_unless_one_is_urgent(urgent: float | None) -> None:
+    """What is urgent waits at most for the shorter pause; the first token waits for none."""
 
     async def scenario() -> None:
-        stream = IngressStream()
-        stream.num_requests = 1
-        async with aclosing(with_pauses(stream.messages(), lambda: 1.0)) as messages:
-            assert await anext(messages) == b"", "opened"
-            stream.put(0, _token(1))
-            assert wire.decode_outputs(await anext(messages)) == [(0, _token(1))]
-            _Sleep.during = lambda: [stream.put(0, _token(token)) for token in range(2, 11)]
-            assert wire.decode_outputs(await anext(messages)) == [(0, _token(token)) for token in range(2, 11)]
+        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[tuple[float, int]]()
+        stream.accept(1.0)
+        assert stream.pause_s == 0.4
 
-    asyncio.run(scenario())
+        async def read() -> None:
+            async for message in stream.messages():
+                received.append((round(now(), 2), len(wire.decode_outputs(message)) if message != KEEPALIVE else 0))
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        for number in range(8):
+            stream.put(0, _token(number))
+            await asyncio.sleep(0.07)
+            if urgent is not None and round(now(), 2) == urgent:
+                stream.put(0, PipelineError("a failure"), is_urgent=True)
+        await asyncio.sleep(0.2)
+        reading.cancel()
+        second = {None: (0.4, 5), 0.07: (0.1, 2), 0.21: (0.21, 4)}[urgent]
+        assert received[:2] == [(0.0, 0), (0.0, 1)]
+        assert received[2] == second
+
+    run_in_virtual_time(scenario())
 
 
-class _Sleep:
-    """In place of ``asyncio.sleep``: something happens in this time, which does not pass."""
+def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
+    """Of 40 tokens, one each 30 ms, beside pauses of 0.4 s."""
 
-    during = staticmethod(lambda: None)
+    async def step(_batch: MicroBatch) -> None:
+        await asyncio.sleep(STEP_S)
 
-    async def __call__(self, _seconds: float) -> None:
-        type(self).during()
+    async def scenario() -> None:
+        cache = CachePlan(16, (WindowClass(64, 5, 40),))
+        router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(1, 64)), ScriptedChain(step))
+        driving, streams = asyncio.create_task(router.run()), IngressStreams("replica")
+        now, received, began = asyncio.get_running_loop().time, list[tuple[float, int]](), 1.0
+
+        async def read() -> None:
+            async for message in streams.subscribe("ingress", "replica"):
+                outputs = [output for _, output in wire.decode_outputs(message)] if message != KEEPALIVE else []
+                received.append((round(now() - began, 3), sum(map(_num_tokens, outputs))))
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(began)
+        spec = wire.encode_specs([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=40))])
+        assert await streams.generate(router, "ingress", 0, spec, model_key(""), True, 1.0) == DONE
+        await asyncio.sleep(0.2)
+        for task in (reading, driving):
+            task.cancel()
+        await asyncio.gather(reading, driving, return_exceptions=True)
+        assert streams.num_open == 0, "it was cancelled in a pause"
+        assert [each for each in received if each[1]] == [(0.1, 3), (0.5, 13), (0.9, 13), (1.2, 11)]
+
+    run_in_virtual_time(scenario())
 
 
 def _token(token_id: int) -> RequestOutput:
     return RequestOutput((TokenEvent(0, token_id),), RequestTimings(0.0, 0.0, 0.0))
 
 
-def test_a_stream_that_is_cancelled_in_a_pause_is_closed() -> None:
-    is_closed = []
-
-    async def messages() -> AsyncGenerator[bytes, None]:
-        try:
-            while True:
-                yield b"message"
-        finally:
-            is_closed.append(True)
-
-    async def read() -> None:
-        async for _ in with_pauses(messages(), lambda: 3600.0):
-            pass
-
-    async def scenario() -> None:
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        assert is_closed
-
-    asyncio.run(scenario())
+def _num_tokens(output: RequestOutput | TramontaneError) -> int:
+    assert isinstance(output, RequestOutput)
+    return len(output.events)

@@ -57,6 +57,7 @@ class Handle:
     def __init__(self, channels: IngressStreams, router: Router) -> None:
         self._channels, self._router = channels, router
         self.num_calls = 0
+        self.write_intervals_s: list[float] = []
 
     def options(self, *, method_name: str, session_id: str, stream: bool, **_transport: bool) -> "Handle":
         assert session_id in ("", "=replica")
@@ -67,9 +68,10 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, ingress: str, number: int, specs: bytes, model: str, may_wait: bool = True) -> Response:
+    def _generate(self, *arguments: Any) -> Response:  # noqa: ANN401 - as in IngressStreams
         self.num_calls += 1
-        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model, may_wait)))
+        self.write_intervals_s.append(arguments[-1])
+        return Response(asyncio.create_task(self._channels.generate(self._router, *arguments)))
 
 
 class StepByStep(ScriptedChain):
@@ -126,6 +128,21 @@ def test_requests_of_an_ingress_whose_node_has_died_are_aborted(monkeypatch: pyt
             chain.complete(10_000)
             assert await going == 200
             staying.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_says_how_often_it_writes_to_each_of_its_clients() -> None:
+    async def scenario() -> None:
+        async with _remote(StepByStep()) as (_, _, handle):
+            routers = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, writes_per_s=50)
+            clients = [asyncio.create_task(_num_tokens(routers, LONG)) for _ in range(2)]
+            await _until(lambda: len(handle.write_intervals_s) == 4)  # each a second time, after the stream was opened
+            assert handle.write_intervals_s == [0.04] * 4
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            routers.close()
 
     asyncio.run(scenario())
 
