@@ -102,11 +102,11 @@ class LLM:
             raise
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, n: int | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None, *, n: int | None = None
     ) -> list[GenerationOutput]:
         """Complete all prompts at once; the results are in the order of the prompts.
 
-        ``prompts`` is one text, one sequence of token ids, or several of either; ``sampling.n`` completions are made of each.
+        ``prompts`` is one text, one sequence of token ids, or several of either; each gets ``sampling_params.n`` completions.
         Without a seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every
         run. The argument ``n`` is deprecated.
 
@@ -117,19 +117,19 @@ class LLM:
         several = as_prompts(prompts)
         encoded = [self._prompts.encode(prompt, f"prompt {number}") for number, prompt in enumerate(several, start=1)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._complete(texts, encoded, _sampling(sampling, n), is_answer=False)
+        return self._complete(texts, encoded, _sampling(sampling_params, n), is_answer=False)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         n: int | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
         A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. The argument ``n`` is
-        deprecated in favor of ``sampling.n``.
+        deprecated in favor of ``sampling_params.n``.
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
@@ -137,7 +137,7 @@ class LLM:
         """
         several = as_conversations(messages)
         encoded = [self._prompts.encode_chat(each, f"conversation {number}") for number, each in enumerate(several, start=1)]
-        return self._complete([None] * len(encoded), encoded, _sampling(sampling, n), is_answer=True)
+        return self._complete([None] * len(encoded), encoded, _sampling(sampling_params, n), is_answer=True)
 
     def close(self) -> None:
         """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than once."""
@@ -183,7 +183,7 @@ def _sampling(sampling: SamplingParams | None, n: int | None) -> SamplingParams:
     """Return the parameters of a call, with ``n`` of its deprecated argument if that was given."""
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling is {reprlib.repr(sampling)}; it must be a SamplingParams, such as SamplingParams(n=2)")
+        raise RequestError(f"sampling_params is {reprlib.repr(sampling)}; give a SamplingParams, such as SamplingParams(n=2)")
     if n is None:
         return sampling
     warnings.warn("the argument n is deprecated; use SamplingParams(n=...)", DeprecationWarning, stacklevel=3)

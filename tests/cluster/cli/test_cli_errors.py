@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--top-p", "1.01"], ["--top-p is 1.01"]),
         (["--top-p=-1"], ["--top-p is -1"]),
         (["--top-p", "nan"], ["--top-p is nan"]),
-        (["--top-k=-1"], ["--top-k is -1"]),
+        (["--top-k=-2"], ["--top-k is -2"]),
         (["--top-k", "ten"], ["--top-k", "integer"]),
         (["--seed", str(2**63)], ["seed", str(2**63), "64 bits"]),
         (["--seed", "x"], ["--seed", "integer"]),

@@ -109,6 +109,7 @@ def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: p
         ({"stop": 3}, "stop: it must be a text or a list of texts"),
         ({"stop": ["x"] * 17}, "stop: there may be at most 16"),
         ({"temperature": -1}, "temperature is -1"),
+        ({"top_k": -2}, r"top_k is -2; it must be 0 or -1 \(all tokens\)"),
         ({"temperature": "0"}, "temperature is '0'; it must be a number$"),
         ({"max_tokens": "5"}, "max_tokens is '5'; it must be a whole number$"),
         ({"max_tokens": None}, "max_tokens is None; it must be a whole number$"),
@@ -223,10 +224,20 @@ def test_what_is_no_conversation_is_named(llm: LLM, messages: list[dict[str, str
         llm.chat(messages)
 
 
+def test_calls_written_for_vllm_work(llm: LLM) -> None:
+    """The argument has vLLM's name, and ``top_k=-1`` keeps all tokens."""
+    kept = SamplingParams(max_tokens=8, temperature=1.0, top_k=-1)
+    assert kept == SamplingParams(max_tokens=8, temperature=1.0)
+    outputs = llm.generate(prompts=PROMPTS, sampling_params=kept)
+    assert outputs == llm.generate(PROMPTS, replace(kept, top_k=0))
+    messages = [{"role": "user", "content": "Who are you?"}]
+    assert llm.chat(messages=messages, sampling_params=kept) == llm.chat(messages, kept)
+
+
 @pytest.mark.parametrize("sampling", [{"n": 2}, {}, 0, [GREEDY], request.SamplingParams()])
 def test_what_are_no_sampling_parameters_is_named(llm: LLM, sampling: SamplingParams) -> None:
     for call in (lambda: llm.generate("A", sampling), lambda: llm.chat([{"role": "user", "content": "A"}], sampling)):
-        with pytest.raises(RequestError, match=r"sampling is [{0\[S].*; it must be a SamplingParams, such as SamplingParams"):
+        with pytest.raises(RequestError, match=r"sampling_params is [{0\[S].*; give a SamplingParams, such as SamplingParams"):
             call()
 
 
