@@ -135,7 +135,12 @@ def main() -> None:
 
 def _usage_error(error: typer.TyperException) -> str:
     """Return typer's message, and where to look up what the command takes, unless the message describes a wrong value."""
-    message = error.format_message().replace("Value error, ", "")  # pydantic's words, within typer's
+    if isinstance(error, typer.BadParameter) and error.param and isinstance(error.__cause__, ValueError):  # pydantic's
+        from tramontane.cluster.config.key import describe_wrong_value  # imports pydantic, as typer did for this
+
+        problem = error.__cause__.errors()[0]  # type: ignore[attr-defined]
+        return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
+    message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message

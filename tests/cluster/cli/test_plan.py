@@ -156,7 +156,7 @@ def test_a_file_of_the_engines_keys_has_the_same_stages(tmp_path: Path, capsys: 
         ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
         ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is 0; it must be at least 1 and at most 16384"),
-        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3': input should be 'auto'"),
+        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3'; it must be 'auto'"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
