@@ -106,7 +106,7 @@ def tramontane(
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline one line and exit code 1."""
+    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline or a silent server 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
