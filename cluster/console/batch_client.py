@@ -115,7 +115,7 @@ class BatchClient:
         self._http.close()
 
     def submit(self, file: Path, keeps_order: bool, endpoint: str) -> Job:
-        """Upload the file and create a job of it."""
+        """Upload the file, which must have a line that is not blank, and create a job of it."""
         key = uuid.uuid4().hex  # with which the server recognizes a retry
 
         def upload() -> httpx.Response:
@@ -123,6 +123,9 @@ class BatchClient:
                 return self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": (file.name, opened)})
 
         try:
+            with file.open("rb") as opened:
+                if not any(line.strip() for line in opened):
+                    raise ConfigError(f"{file} has no lines; give one request per line")
             file_id = self._with_retries(upload)["id"]
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from error

@@ -192,6 +192,12 @@ def test_a_file_of_bad_lines_only_is_reported_at_once(
         assert tramontane("results", job["id"], "-o", tmp_path / "out", "--url", url).startswith("3 lines")
 
 
+@pytest.mark.parametrize("text", [b"", b"\n\r\n \t\n"])
+def test_a_file_without_lines_is_named_and_not_uploaded(tmp_path: Path, refused: Callable[..., str], text: bytes) -> None:
+    (file := tmp_path / "in.jsonl").write_bytes(text)
+    assert refused("batch", "submit", file, "--url", "http://127.0.0.1:1") == f"{file} has no lines; give one request per line"
+
+
 def test_results_come_on_standard_output_line_by_line_over_lost_connections(
     tmp_path: Path, tramontane: Callable[..., str]
 ) -> None:
