@@ -16,9 +16,9 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from tramontane.cluster.common.signals import INTERRUPTED
-from tramontane.cluster.console.commands import PlainCommand, PlainGroup
+from tramontane.cluster.console.commands import PlainCommand, PlainGroup, exit_code, print_error
 from tramontane.cluster.console.secrets import hide_secrets_in_title
-from tramontane.proto.errors import TramontaneError, UserError
+from tramontane.proto.errors import TramontaneError
 
 # What each command is for. The command make-random is the function make_random of the module make_random;
 # MODULES has the commands whose module has another name.
@@ -115,9 +115,11 @@ def main() -> None:
         code = app(prog_name="tramontane", standalone_mode=False)
         sys.stdout.flush()  # at exit an error of the rest would be the interpreter's
     except typer.TyperException as error:
-        code = _print_error(_usage_error(error), 2)
+        print_error(_usage_error(error))
+        code = 2
     except TramontaneError as error:
-        code = _print_error(str(error), 2 if isinstance(error, UserError) else 1)
+        print_error(str(error))
+        code = exit_code(error)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
@@ -127,9 +129,10 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _discard_output()
-        code = _print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
+        print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+        code = 1
     if code == INTERRUPTED:  # typer returns the same for Ctrl-C
-        _print_error("interrupted", code)
+        print_error("interrupted")
     sys.exit(code or 0)
 
 
@@ -150,8 +153,3 @@ def _usage_error(error: typer.TyperException) -> str:
 def _discard_output() -> None:
     """Let nothing more be written to standard output, not even what is in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print_error(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code
