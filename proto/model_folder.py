@@ -1,6 +1,7 @@
 """Folder of a downloaded checkpoint: its layout and its configuration; and the alternatives to a folder."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,8 @@ WeightSource = Path | RandomWeights
 
 GENERATION_CONFIG = "generation_config.json"  # fine-tuned models may name further end-of-sequence tokens here
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a model's name on Hugging Face: mistralai/Mistral-7B-v0.1
+
 
 class Layout(Enum):
     """Layout of a folder; the value is the name of its configuration."""
@@ -36,7 +39,7 @@ def detect_layout(folder: Path) -> Layout:
         if folder.is_file():
             raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
         if not folder.is_dir():
-            raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
+            raise CheckpointError(f"model folder {folder} does not exist; {_how_to_get(str(folder))}")
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
         if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and _prefers_mistral_layout(folder)):
             return Layout.HUGGING_FACE
@@ -49,6 +52,15 @@ def detect_layout(folder: Path) -> Layout:
     raise CheckpointError(
         f"{folder} has neither config.json (Hugging Face's layout) nor params.json (Mistral's); "
         "--model takes a downloaded checkpoint's folder"
+    )
+
+
+def _how_to_get(name: str) -> str:
+    if not HUB_ID.fullmatch(name):
+        return "--model takes a downloaded checkpoint's folder"
+    return (
+        "--model takes a local folder, and nothing is downloaded; "
+        f"for a model of Hugging Face, first run: hf download {name} --local-dir {name}"
     )
 
 

@@ -58,7 +58,7 @@ class SamplingParams:
         max_tokens: length of the output at most.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the likeliest tokens whose probabilities sum up to this; 1 keeps all.
-        top_k: keep so many of the likeliest tokens; 0 keeps all.
+        top_k: keep so many of the likeliest tokens; 0 keeps all, and so does -1, which becomes 0.
         seed: seed of the random numbers, shared by all choices of a request; None: none was given, and it counts as 0.
         choice: number of the sequence among the choices of its prompt, or of the request where the client gave no seed.
         ignore_eos: treat the end-of-sequence tokens like any other.
@@ -101,8 +101,9 @@ class SamplingParams:
             raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 <= self.top_k < 2**31:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number of 31 bits")
+        if not -1 <= self.top_k < 2**31:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 or -1 (all tokens) or a positive whole number of 31 bits")
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # vLLM's clients write -1
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
         if not 0 <= self.min_tokens <= self.max_tokens:

@@ -95,7 +95,8 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
-    assert re.fullmatch(r"pipeline \S+ has lost Stage 1/2 layers 0-3, which gets a new process: .+", lost)
+    cause = r"process \d+ on node \w{8} has ended"
+    assert re.fullmatch(rf"pipeline \S+ has lost Stage 1/2 layers 0-3, which gets a new process: {cause}", lost)
     assert re.fullmatch(r"pipeline \S+ runs again, \d+\.\d s after the loss", again)
     (answered,) = _naming("mine/1", ingress)
     assert (answered["component"], answered["status"], answered["path"]) == ("ingress", 200, "/v1/completions")

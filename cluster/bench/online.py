@@ -42,7 +42,11 @@ def make_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
 async def bench_online(
     client: httpx.AsyncClient, workload: Workload, traffic: LoadPattern, rounds: RoundPlan, display: BenchDisplay
 ) -> BenchResult:
-    """Run all rounds. Raises ConfigError if there is no such server, PipelineError if all requests of a round fail."""
+    """Run all rounds.
+
+    Raises ConnectionLostError if the server does not answer, ConfigError if it is none, PipelineError if all requests of a
+    round fail.
+    """
     due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
     async with client:
         model, vocab_size = await _fetch_model(client)
@@ -70,9 +74,9 @@ async def _fetch_model(client: httpx.AsyncClient) -> tuple[str, int | None]:
         answer.raise_for_status()
         entry = answer.json()["data"][0]
         return str(entry["id"]), entry.get("vocab_size")
-    except httpx.HTTPError as error:
-        raise ConfigError(no_answer(client, error)) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except httpx.TransportError as error:
+        raise no_answer(client, error) from error
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible server?") from error
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,10 +101,11 @@ def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    job: dict[str, Any] = {}
+    jobs = client.watch(job_id)
+    job = first = next(jobs)  # if the server does not answer, there is nothing to show
     with Progress(*columns, console=console, speed_estimate_period=RATE_WINDOW_S) as progress:
         task = progress.add_task(job_id, total=None, rate="")
-        for job in client.watch(job_id):
+        for job in chain([first], jobs):
             counts = job["request_counts"]
             progress.update(
                 task, description=job["status"], total=counts["total"], completed=counts["completed"] + counts["failed"]

@@ -17,6 +17,7 @@ import typer
 from tramontane.cluster.common.signals import Interrupts
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
+from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
@@ -72,8 +73,8 @@ async def run_chat(
 ) -> None:
     """Answer until there are no more messages.
 
-    Raises UserError if there can be no conversation with this model, and, if the messages do not come from a
-    terminal, for one that cannot be answered.
+    Raises UserError if there can be no conversation with this model. If the messages do not come from a terminal, one that
+    cannot be answered ends the command.
     """
     interrupts = Interrupts()
     args = text_model_args(config)
@@ -91,15 +92,20 @@ async def run_chat(
         conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
         ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
         session = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
-        async for line in messages:
-            if line.strip() == "/exit":
-                break
-            try:
-                await session.handle_line(line)
-            except RequestError as error:
-                if not isinstance(messages, TerminalInput):
-                    raise
-                display.note(str(error))
+        with print_errors_at_once():
+            await _converse(session, messages, display)
+
+
+async def _converse(session: "_Chat", messages: AsyncIterator[str], display: Display) -> None:
+    async for line in messages:
+        if line.strip() == "/exit":
+            break
+        try:
+            await session.handle_line(line)
+        except RequestError as error:
+            if not isinstance(messages, TerminalInput):
+                raise
+            display.note(str(error))
 
 
 class _Chat:

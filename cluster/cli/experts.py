@@ -63,8 +63,8 @@ class NoExpertsError(ConfigError):
 def fetch_load(client: httpx.Client) -> MeasuredLoad:
     """Return the load of the server's experts.
 
-    Raises ConfigError if there is no such server, NoExpertsError if its model has no experts, PipelineUnavailableError if
-    no pipeline can report its load now.
+    Raises what ``request`` raises, ConfigError if it is another server, NoExpertsError if its model has no experts,
+    PipelineUnavailableError if no pipeline can report its load now.
     """
     answer = request(client, "GET", "/experts")
     try:

@@ -16,9 +16,9 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from tramontane.cluster.common.signals import INTERRUPTED
-from tramontane.cluster.console.commands import PlainCommand, PlainGroup
+from tramontane.cluster.console.commands import PlainCommand, PlainGroup, exit_code, print_error
 from tramontane.cluster.console.secrets import hide_secrets_in_title
-from tramontane.proto.errors import TramontaneError, UserError
+from tramontane.proto.errors import TramontaneError
 
 # What each command is for. The command make-random is the function make_random of the module make_random;
 # MODULES has the commands whose module has another name.
@@ -106,7 +106,7 @@ def tramontane(
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline one line and exit code 1."""
+    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline or a silent server 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
@@ -115,9 +115,11 @@ def main() -> None:
         code = app(prog_name="tramontane", standalone_mode=False)
         sys.stdout.flush()  # at exit an error of the rest would be the interpreter's
     except typer.TyperException as error:
-        code = _print_error(_usage_error(error), 2)
+        print_error(_usage_error(error))
+        code = 2
     except TramontaneError as error:
-        code = _print_error(str(error), 2 if isinstance(error, UserError) else 1)
+        print_error(str(error))
+        code = exit_code(error)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
@@ -127,15 +129,21 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _discard_output()
-        code = _print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
+        print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+        code = 1
     if code == INTERRUPTED:  # typer returns the same for Ctrl-C
-        _print_error("interrupted", code)
+        print_error("interrupted")
     sys.exit(code or 0)
 
 
 def _usage_error(error: typer.TyperException) -> str:
     """Return typer's message, and where to look up what the command takes, unless the message describes a wrong value."""
-    message = error.format_message().replace("Value error, ", "")  # pydantic's words, within typer's
+    if isinstance(error, typer.BadParameter) and error.param and isinstance(error.__cause__, ValueError):  # pydantic's
+        from tramontane.cluster.config.key import describe_wrong_value  # imports pydantic, as typer did for this
+
+        problem = error.__cause__.errors()[0]  # type: ignore[attr-defined]
+        return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
+    message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message
@@ -145,8 +153,3 @@ def _usage_error(error: typer.TyperException) -> str:
 def _discard_output() -> None:
     """Let nothing more be written to standard output, not even what is in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print_error(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code

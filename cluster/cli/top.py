@@ -27,7 +27,7 @@ from tramontane.cluster.console.server_client import (
     make_client,
     poll_activity,
 )
-from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchActivity, Percentiles, PipelineActivity
 
 WINDOW_S = 10.0  # of the timelines and of the busy shares
@@ -83,7 +83,7 @@ def _load_source(client: httpx.Client) -> FetchLoad:
             return fetch_load(client) if has_experts else None
         except NoExpertsError:
             has_experts = False
-        except (ConfigError, PipelineUnavailableError):
+        except (ConfigError, ConnectionLostError, PipelineUnavailableError):
             pass
         return None
 

@@ -20,7 +20,7 @@ from tramontane.cluster.config.engine_keys import (
     ScalingKeys,
     ServingKeys,
 )
-from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, keys_with
+from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, describe_wrong_value, keys_with
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
@@ -186,6 +186,4 @@ def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetail
         return f"{problem['loc'][0]} is not a key of the configuration{_hint(str(problem['loc'][0]))}"
     if problem["loc"][0] in SECRETS:
         return f"{name} must be a text that is not empty"
-    if problem["type"].startswith("byte_size"):
-        return f"{name} is {problem['input']!r}; it must be a size such as 512MiB or 2GiB"
-    return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return describe_wrong_value(name, problem)

@@ -252,7 +252,7 @@ class JobKeys(KeyGroup):
         None,
         "Database of batch jobs: sqlite:////FILE or postgresql://USER:PASSWORD@HOST/NAME. Other users of the machine may "
         "see it on the command line for a moment, so a password is better kept in ~/.pgpass.",
-        unset="~/.tramontane/jobs.sqlite",
+        unset="~/.tramontane/jobs.sqlite, created with its folder for the first job or file",
         metavar="URL",
     )
     jobs_storage: SecretText | None = key(

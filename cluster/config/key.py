@@ -56,6 +56,31 @@ def key(
     return Field(default, description=description, alias=alias, json_schema_extra=extra)  # type: ignore[arg-type]
 
 
+_EXPECTED = (  # by the beginning of the type of pydantic's error; the braces hold its context
+    ("int_", "a whole number"),
+    ("float_", "a number"),
+    ("finite_number", "a finite number"),
+    ("bool_", "true or false"),
+    ("greater_than_equal", "at least {ge:.12g}"),
+    ("greater_than", "above {gt:.12g}"),
+    ("less_than_equal", "at most {le:.12g}"),
+    ("literal_error", "{expected}"),
+    ("enum", "{expected}"),
+    ("byte_size", "a size such as 512MiB or 2GiB"),
+    ("string_", "a text that is not empty"),
+)
+
+
+def describe_wrong_value(name: str, problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
+    """Return what pydantic found, in our words: ``--stages is 'two'; it must be a whole number``."""
+    for kind, expected in _EXPECTED:
+        if problem["type"].startswith(kind):
+            return f"{name} is {problem['input']!r}; it must be {expected.format(**problem.get('ctx', {}))}"
+    if problem["type"] == "value_error":  # of typer's choices: 'x' is not one of 'full', 'small'.
+        return f"{name}: {problem['ctx']['error']}".rstrip(".")
+    return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
 class KeyGroup(BaseModel):
     """Keys that belong together; ``title`` heads them in ``--help`` and in the documentation."""
 

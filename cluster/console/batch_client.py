@@ -12,7 +12,7 @@ import httpx
 
 from tramontane.cluster.console.server_client import base_url, is_other_protocol, no_answer, raise_if_unauthorized
 from tramontane.proto.backoff import backoff_delays
-from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineError
 
 TIMEOUT = httpx.Timeout(30.0, read=600.0)  # the server stores a job of a million lines before it answers
 RETRY_TIMEOUT_S = 600.0  # since the first failure, or the last time that the server asked to retry
@@ -100,7 +100,7 @@ ResultSink = ResumableFile | StdoutSink
 class BatchClient:
     """A client that retries, and calls ``notice`` when a connection is lost.
 
-    Methods raise ConfigError for errors that the server reports, PipelineError if the server does not answer.
+    Methods raise ConfigError for errors that the server reports, ConnectionLostError if the server does not answer.
     """
 
     def __init__(self, url: str, headers: dict[str, str], notice: Callable[[str], None]) -> None:
@@ -115,7 +115,7 @@ class BatchClient:
         self._http.close()
 
     def submit(self, file: Path, keeps_order: bool, endpoint: str) -> Job:
-        """Upload the file and create a job of it."""
+        """Upload the file, which must have a line that is not blank, and create a job of it."""
         key = uuid.uuid4().hex  # with which the server recognizes a retry
 
         def upload() -> httpx.Response:
@@ -123,6 +123,9 @@ class BatchClient:
                 return self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": (file.name, opened)})
 
         try:
+            with file.open("rb") as opened:
+                if not any(line.strip() for line in opened):
+                    raise ConfigError(f"{file} has no lines; give one request per line")
             file_id = self._with_retries(upload)["id"]
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
@@ -206,13 +209,13 @@ class BatchClient:
                 why = str(error) or type(error).__name__
                 is_wrong_url = isinstance(error, httpx.ConnectError) or is_other_protocol(error)
                 if is_wrong_url and not self._has_answered:  # else it is a server that restarts
-                    raise PipelineError(no_answer(self._http, error)) from error
+                    raise no_answer(self._http, error) from error
                 if failing_since is None:
                     self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
                 is_busy = isinstance(error, _RetryLater) and error.is_busy
                 failing_since = time.monotonic() if failing_since is None or is_busy else failing_since
                 if time.monotonic() - failing_since > RETRY_TIMEOUT_S:
-                    raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
+                    raise ConnectionLostError(f"--url {self._http.base_url} does not answer: {why}") from error
             time.sleep(next(delays))
 
     def _raise_for_status(self, answer: httpx.Response) -> None:

@@ -36,7 +36,7 @@ Config = Annotated[Path | None, option("--config", help="YAML file of these opti
 Json = Annotated[bool, flag("--json", help="Write machine-readable output to standard output.")]
 Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.")]
 TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
-TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 keeps all.")]
+TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 and -1 keep all.")]
 
 FIELDS = {field.alias or name: (field, group.title) for group in GROUPS for name, field in group.model_fields.items()}
 Command = Callable[..., None]

@@ -10,7 +10,7 @@ import httpx
 
 from tramontane.cluster.config.api_keys import KEY, read_key_file
 from tramontane.cluster.console.options import option
-from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity
 
 TIMEOUT_S = 20.0  # an ingress waits five seconds for its routers
@@ -54,23 +54,23 @@ def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
 
 
 def request(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
-    """Send a request. Raises ConfigError if the server does not answer or requires another key."""
+    """Send a request. Raises what ``no_answer`` returns if the server does not answer, ConfigError if it requires another key."""
     try:
         answer = client.request(method, path, **options)
     except httpx.HTTPError as error:
-        raise ConfigError(no_answer(client, error)) from error
+        raise no_answer(client, error) from error
     raise_if_unauthorized(client, answer)
     return answer
 
 
-def no_answer(client: httpx.Client | httpx.AsyncClient, error: Exception) -> str:
-    """Return why the server did not answer, and what to do if the URL seems to be wrong."""
-    reason, advice = str(error) or type(error).__name__, ""
+def no_answer(client: httpx.Client | httpx.AsyncClient, error: Exception) -> ConfigError | ConnectionLostError:
+    """Return the error for a server that did not answer: ConfigError for a port that cannot be the right one."""
+    message = f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}"
+    if is_other_protocol(error):
+        return ConfigError(f"{message}; the port does not speak HTTP/1: give the --port of tramontane serve, not its --grpc-port")
     if isinstance(error, httpx.ConnectError):
-        advice = "; is tramontane serve running there?"
-    elif is_other_protocol(error):
-        advice = "; the port does not speak HTTP/1: give the --port of tramontane serve, not its --grpc-port"
-    return f"--url {client.base_url} does not answer: {reason}{advice}"
+        message += "; is tramontane serve running there?"
+    return ConnectionLostError(message)
 
 
 def is_other_protocol(error: Exception) -> bool:
@@ -89,7 +89,7 @@ def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: http
 def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) -> Activity:
     """Return what the pipelines did since ``after``, which has the number of the last known micro-batch of each pipeline.
 
-    Raises ConfigError if there is no such server, PipelineUnavailableError if it cannot answer now.
+    Raises what ``request`` raises, ConfigError if it is another server, PipelineUnavailableError if it cannot answer now.
     """
     answer = request(client, "GET", "/activity", params=[("after", f"{name}:{last}") for name, last in after.items()])
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -124,7 +124,7 @@ def poll_activity(client: httpx.Client) -> Iterator[Snapshot]:
         time.sleep(POLL_INTERVAL_S)
         try:
             activity = ask_activity(client, last_seen(activity))
-        except (ConfigError, PipelineUnavailableError) as error:
+        except (ConfigError, ConnectionLostError, PipelineUnavailableError) as error:
             yield str(error)
         else:
             yield activity

@@ -44,7 +44,7 @@ from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
-from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, encode_json
+from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -249,7 +249,7 @@ class HttpApp:
 
 async def _whole_answer(completion: Completion | ChatCompletion, source: TokenSource, request: Request) -> Response:
     answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
-    body = await run_off_loop(completion.answer_bytes, lambda: encode_json(answer))
+    body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer))
     return Response(body, media_type="application/json")
 
 

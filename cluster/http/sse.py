@@ -15,7 +15,7 @@ from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RES
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.responses import encode_json, to_json
+from tramontane.router.openai.responses import encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
 Changes = AsyncGenerator[list[Any], None]
@@ -136,7 +136,7 @@ async def _changes_event(answer: StreamingAnswer, changes: list[Any]) -> bytes:
     chunk = answer.chunk(changes)
     if not answer.change_bytes:  # nearly always
         return _event(chunk)
-    return format_event(await run_off_loop(answer.change_bytes, partial(encode_json, chunk)))
+    return format_event(await run_off_loop(answer.change_bytes, partial(encode_and_free, chunk)))
 
 
 def _event(data: dict[str, Any]) -> bytes:

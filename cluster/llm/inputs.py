@@ -1,8 +1,11 @@
 """What a program gives ``LLM``: sampling parameters, and prompts and conversations, which become token ids."""
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from tramontane.proto import request
 from tramontane.proto.errors import RequestError
@@ -14,7 +17,9 @@ from tramontane.router.tokenization.tokenizer import encode_prompt
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 ROLES = ("system", "user", "assistant")
+MESSAGE = f'{{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}'
 MAX_COMPLETIONS = 1024  # per prompt
+_DEFAULTS = {field.name: field.default for field in fields(request.SamplingParams) if not isinstance(field.default, str | tuple)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,10 @@ class SamplingParams(request.SamplingParams):
     stop: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            value, kind = getattr(self, name), Real if isinstance(default, float) else Integral
+            if not isinstance(value, kind) and (value is not None or default is not None):
+                raise RequestError(f"{name} is {value!r}; it must be a {'number' if kind is Real else 'whole number'}")
         request.SamplingParams.__post_init__(self)
         if type(self.n) is not int or not 1 <= self.n <= MAX_COMPLETIONS:  # a bool is an int, too
             raise RequestError(f"n is {self.n!r}; it must be a whole number from 1 to {MAX_COMPLETIONS}")
@@ -63,6 +72,8 @@ class PromptEncoder:
             RequestError: nothing can be generated from it.
             CheckpointError: it is a text, and the folder has no tokenizer.
         """
+        if not isinstance(prompt, str) and not is_list(prompt):
+            raise RequestError(f"{name} is {reprlib.repr(prompt)}; it must be a text, or a list of token ids")
         if not isinstance(prompt, str) and (wrong := [each for each in prompt if not isinstance(each, int)]):
             raise RequestError(f"{name} has {wrong[0]!r}, which is no token id; give a text, or a list of whole numbers")
         if isinstance(prompt, str) and self.tokenizer is None:
@@ -71,6 +82,8 @@ class PromptEncoder:
 
     def encode_chat(self, messages: Sequence[Message], name: str) -> tuple[int, ...]:
         """Return the ids of a conversation, up to where the assistant answers. Raises RequestError, CheckpointError."""
+        if not is_list(messages):
+            raise RequestError(f"{name} is {reprlib.repr(messages)}; it must be a list of messages, each {MESSAGE}")
         if not messages:
             raise RequestError(f"{name} has no messages")
         if self._template is None:
@@ -79,10 +92,32 @@ class PromptEncoder:
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
 
 
+def as_prompts(given: Any) -> list[Prompt]:  # noqa: ANN401 - what a program gives is checked
+    """Return a list of prompts, where one text or one list of token ids is one prompt. Raises RequestError."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable) or isinstance(given, Mapping | bytes | bytearray):
+        shown = reprlib.repr(given)
+        raise RequestError(f"prompts is {shown}; it must be a text, a list of token ids, or a list of texts or of such lists")
+    prompts = list(given)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def as_conversations(given: Any) -> Sequence[Any]:  # noqa: ANN401
+    """Return a list of conversations, where one list of messages is one conversation; ``encode_chat`` checks each."""
+    return given if is_list(given) and given and is_list(given[0]) else [given]
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value is a list or another sequence, but neither text nor bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def _to_chat_message(message: Message, name: str) -> ChatMessage:
     if isinstance(message, ChatMessage):
         return message
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES or not isinstance(content, str) or len(message) != 2:
-        raise RequestError(f'{name}: a message is {{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}')
-    return ChatMessage(role, content)  # type: ignore[arg-type] # one of ROLES
+    if isinstance(message, Mapping) and len(message) == 2:
+        role, content = message.get("role"), message.get("content")
+        if role in ROLES and isinstance(content, str):
+            return ChatMessage(role, content)  # type: ignore[arg-type] # one of ROLES
+    raise RequestError(f"{name} has {reprlib.repr(message)}; a message must be {MESSAGE}")

@@ -1,9 +1,10 @@
 """``LLM``: a pipeline for the Python program that creates it, without a server. Its results have the shape of vLLM's."""
 
 import asyncio
+import reprlib
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.llm.engine_thread import EngineThread
-from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, SamplingParams
+from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, SamplingParams, as_conversations, as_prompts
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.request import FinishReason, SequenceRequest
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
-from tramontane.router.tokenization.chat import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,8 @@ class LLM:
             raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
         if many := [key for key in ("replicas", "max_replicas") if options.get(key) not in (None, 1)]:
             raise ConfigError(f"{many[0]} is {options[many[0]]}, and LLM runs one pipeline; several are for tramontane serve")
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config is {reprlib.repr(config)}; it must be an EngineConfig, such as EngineConfig(stages=2)")
         config = config or EngineConfig.build(None, {"model": model} | options)
         config.check_combinations()
         self.config = config.single_pipeline()
@@ -100,11 +102,11 @@ class LLM:
             raise
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, n: int | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None, *, n: int | None = None
     ) -> list[GenerationOutput]:
         """Complete all prompts at once; the results are in the order of the prompts.
 
-        ``prompts`` is one text, one sequence of token ids, or several of either; ``sampling.n`` completions are made of each.
+        ``prompts`` is one text, one sequence of token ids, or several of either; each gets ``sampling_params.n`` completions.
         Without a seed the completions of all prompts are sampled apart, so equal prompts get different texts, the same in every
         run. The argument ``n`` is deprecated.
 
@@ -112,31 +114,30 @@ class LLM:
             RequestError: a prompt is empty or does not fit into the context; nothing is generated then.
             PipelineError: the pipeline failed and could not be started again.
         """
-        several = _as_several(prompts)
+        several = as_prompts(prompts)
         encoded = [self._prompts.encode(prompt, f"prompt {number}") for number, prompt in enumerate(several, start=1)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._complete(texts, encoded, _sampling(sampling, n), is_answer=False)
+        return self._complete(texts, encoded, _sampling(sampling_params, n), is_answer=False)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         n: int | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
         A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. The argument ``n`` is
-        deprecated in favor of ``sampling.n``.
+        deprecated in favor of ``sampling_params.n``.
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
             CheckpointError: the model folder has no chat format.
         """
-        is_one = not messages or isinstance(messages[0], Mapping | ChatMessage)
-        several: Sequence[Any] = [messages] if is_one else messages
+        several = as_conversations(messages)
         encoded = [self._prompts.encode_chat(each, f"conversation {number}") for number, each in enumerate(several, start=1)]
-        return self._complete([None] * len(encoded), encoded, _sampling(sampling, n), is_answer=True)
+        return self._complete([None] * len(encoded), encoded, _sampling(sampling_params, n), is_answer=True)
 
     def close(self) -> None:
         """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than once."""
@@ -180,19 +181,13 @@ class LLM:
 
 def _sampling(sampling: SamplingParams | None, n: int | None) -> SamplingParams:
     """Return the parameters of a call, with ``n`` of its deprecated argument if that was given."""
-    sampling = sampling or SamplingParams()
+    sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling_params is {reprlib.repr(sampling)}; give a SamplingParams, such as SamplingParams(n=2)")
     if n is None:
         return sampling
     warnings.warn("the argument n is deprecated; use SamplingParams(n=...)", DeprecationWarning, stacklevel=3)
     return replace(sampling, n=n)
-
-
-def _as_several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, where one text or one sequence of token ids is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several = list(prompts)
-    return [several] if several and isinstance(several[0], int) else several  # type: ignore[list-item,return-value]
 
 
 _Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...]]  # and the log-probabilities of the prompt

@@ -14,13 +14,12 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth, actor_names
 from tramontane.cluster.common.periodic import run_periodically
-from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.proto.plan import ExpertActorPlan, PipelinePlan, StagePlan
 
 POLL_S, WATCH_POLL_S = 0.5, 1.0
@@ -124,19 +123,21 @@ class LossReporter:
             known = self._known.get(name)
             if isinstance(answer, RayError):
                 if known is not None:
-                    self._lose(name, known, ray_error_message(answer))
+                    logger.debug("%s was lost: %s", name, answer)  # many lines, of which most are the same for each loss
+                    self._lose(name, known, _has_ended(answer))
                 continue
             if known is not None and known.pid != answer.pid:
-                self._lose(name, known, f"process {known.pid} has ended")
+                self._lose(name, known)
             self._known[name] = answer
             if _is_at_work(answer):
                 self._find(name)
 
-    def _lose(self, name: str, known: WorkerHealth, cause: str) -> None:
+    def _lose(self, name: str, known: WorkerHealth, has_ended: bool = True) -> None:
         pipeline = re.sub(WORKER, "", name)
         _, names = self._lost.setdefault(pipeline, (self._clock(), set()))
         if name not in names:
             names.add(name)
+            cause = f"process {known.pid} on node {known.node_id[:8]} {'has ended' if has_ended else 'cannot be reached'}"
             self._report(f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}")
 
     def _find(self, name: str) -> None:
@@ -146,6 +147,11 @@ class LossReporter:
         if pipeline in self._lost and not names:
             del self._lost[pipeline]
             self._report(f"pipeline {pipeline} runs again, {self._clock() - since:.1f} s after the loss")
+
+
+def _has_ended(error: RayError) -> bool:
+    """Return whether the process of an actor is known to have ended. Ray does not say by which signal."""
+    return isinstance(error, ActorDiedError) or "is restarting" in str(error)
 
 
 def _is_at_work(health: WorkerHealth) -> bool:

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError, did_you_mean
 from tramontane.proto.grpc_messages import error_from_status, options_message
 from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
@@ -105,7 +105,9 @@ def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.Genera
     """
     given = {name: value for name, value in parameters.items() if value is not None}
     if unknown := [name for name in given if name not in PARAMETERS]:
-        raise ConfigError(f"there is no parameter {unknown[0]}; there are {', '.join(sorted(PARAMETERS))}")
+        likely = did_you_mean(unknown[0], PARAMETERS)
+        there_are = " There are" if likely else "; there are"
+        raise ConfigError(f"there is no parameter {unknown[0]}{likely}{there_are} {', '.join(sorted(PARAMETERS))}")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if not isinstance(given.get("response_format", ""), str):

@@ -95,7 +95,7 @@ def token_logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
 
 
 def to_score_response(result: Mapping[str, Any]) -> pb.ScoreResponse:
-    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as ``encode_json`` does."""
+    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as ``encode_and_free`` does."""
     tokens = token_logprobs(result["choices"].pop()["logprobs"])
     return pb.ScoreResponse(tokens=tokens, usage=pb.Usage(**result["usage"]))
 

@@ -36,7 +36,10 @@ class ElementCounts(NamedTuple):
 
 
 async def run_off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the thread for large bodies."""
+    """Call ``work``, which reads or writes so many bytes: here if they are few, or else in the thread for large bodies.
+
+    For JSON and gRPC's messages, one at a time; ``served_model.offload_if_large`` is for tokenizers.
+    """
     if num_bytes <= SMALL_BODY:
         return work()
     return await asyncio.get_running_loop().run_in_executor(BODY_POOL, _without_collector, work)

@@ -189,7 +189,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
-    problem = error.errors(include_url=False)[0]
+    problem, *others = error.errors(include_url=False)
     name = ".".join(map(_printable_name, _path(problem))) or None
     preview = _preview(problem["input"])
     match problem["type"]:
@@ -201,13 +201,23 @@ def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> Paramet
         case "model_type" | "model_attributes_type" if name is None:
             return ParameterError("the body must be a JSON object")
         case "missing" | "union_tag_not_found":
-            return ParameterError(f"{name} is missing", name)
+            return ParameterError(f"{name} is missing{_misspelling(problem, others)}", name)
         case "extra_forbidden":
             return ParameterError(f"{name} is not a parameter of this endpoint{did_you_mean(name or '', known)}", name)
         case "value_error":
             return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
         case _:
             return ParameterError(f"{name} is {preview}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
+    """Return the end of the message if the same object has an unknown field of a similar name, or nothing."""
+    *place, name = missing["loc"]
+    for other in others:
+        *other_place, unknown = other["loc"]
+        if other["type"] == "extra_forbidden" and other_place == place and did_you_mean(str(unknown), [str(name)]):
+            return f'; unknown field "{_printable_name(unknown)}", did you mean "{name}"?'
+    return ""
 
 
 def _path(problem: ErrorDetails) -> tuple[str | int, ...]:

@@ -90,7 +90,7 @@ class SamplingFields(RequestModel):
             max_tokens,
             self.temperature,
             self.top_p,
-            max(self.top_k, 0),
+            self.top_k,
             secrets.randbits(63) if self.seed is None else self.seed,
             ignore_eos=self.ignore_eos,
             min_p=self.min_p,

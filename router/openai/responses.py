@@ -25,10 +25,11 @@ MAX_PIECE = 64  # items of a list, each with some tens of values, that are encod
 CHOICES_DEPTH = 1  # of the list of choices in an answer or a chunk; deeper lists are long ones of small items
 
 
-def encode_json(answer: dict[str, Any]) -> bytes:
-    """Encode an answer or a chunk as JSON piece by piece: the encoder holds Python's interpreter lock until it returns.
+def encode_and_free(answer: dict[str, Any]) -> bytes:
+    """Encode an answer or a chunk as JSON, and empty its list of choices.
 
-    Its list of choices is emptied: to free half a million values takes long, so the thread that encodes them does it.
+    To free half a million values takes long, so the thread that encodes them does it. They are encoded piece by piece: the
+    encoder holds Python's interpreter lock until it returns.
     """
     encoded = "".join(_json_pieces(answer, 0)).encode()
     answer["choices"].clear()

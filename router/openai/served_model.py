@@ -50,7 +50,10 @@ async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
-    """Call ``work`` here, or in a thread if it is so large that it would delay other requests."""
+    """Call ``work`` here, or in a thread if it is so large that it would delay other requests.
+
+    For tokenizers, several at a time; ``body_bounds.run_off_loop`` is for reading and writing JSON and gRPC's messages.
+    """
     return work() if num_characters <= OFFLOAD_CHARS else await asyncio.to_thread(work)
 
 

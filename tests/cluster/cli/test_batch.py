@@ -32,7 +32,7 @@ from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.byte_size import format_bytes
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import ConnectionLostError, PipelineError
 from tramontane.router.batch.input_lines import JobLimits
 
 
@@ -192,6 +192,12 @@ def test_a_file_of_bad_lines_only_is_reported_at_once(
         assert tramontane("results", job["id"], "-o", tmp_path / "out", "--url", url).startswith("3 lines")
 
 
+@pytest.mark.parametrize("text", [b"", b"\n\r\n \t\n"])
+def test_a_file_without_lines_is_named_and_not_uploaded(tmp_path: Path, refused: Callable[..., str], text: bytes) -> None:
+    (file := tmp_path / "in.jsonl").write_bytes(text)
+    assert refused("batch", "submit", file, "--url", "http://127.0.0.1:1") == f"{file} has no lines; give one request per line"
+
+
 def test_results_come_on_standard_output_line_by_line_over_lost_connections(
     tmp_path: Path, tramontane: Callable[..., str]
 ) -> None:
@@ -252,8 +258,8 @@ def test_a_url_at_which_nothing_answers_is_reported_with_what_to_do(refused: Cal
 
 
 CLIENT_COMMANDS = [
-    *("top", "batch list", "batch status ID", "batch cancel ID", "batch results ID", "batch submit JOBS"),
-    *("experts", "trace --output TRACE", "bench"),
+    *("batch list", "batch status ID", "batch watch ID", "batch cancel ID", "batch results ID", "batch submit JOBS"),
+    *("top", "top --once --json", "experts", "experts --watch", "experts --json", "trace --output TRACE", "bench"),
 ]
 
 
@@ -261,19 +267,20 @@ CLIENT_COMMANDS = [
 def test_a_wrong_port_is_reported_at_once(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """A closed port, and one that speaks gRPC; no command waits in between, or tries again."""
+    """A closed port, at which a server may be soon, and one that speaks gRPC; no command waits in between, or tries again."""
     monkeypatch.setattr(time, "sleep", lambda _s: pytest.fail("it waits"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which continues
     (jobs := tmp_path / "jobs.jsonl").write_text("{}\n")
     places = {"JOBS": str(jobs), "TRACE": str(tmp_path / "trace.json")}
-    words, code = [places.get(word, word) for word in command.split()], 1 if command.startswith("batch") else 2
-    said = refused(*words, "--url", "http://127.0.0.1:1", code=code)
+    words = [places.get(word, word) for word in command.split()]
+    said = refused(*words, "--url", "http://127.0.0.1:1", code=1)
     assert said.startswith("--url http://127.0.0.1:1 does not answer: ")
     assert said.endswith("; is tramontane serve running there?")
     server = grpc.server(ThreadPoolExecutor(1))
     url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        said = refused(*words, "--url", url, code=code)
+        said = refused(*words, "--url", url, code=2)
     finally:
         server.stop(None)
     assert said.startswith(f"--url {url} does not answer: ")
@@ -372,6 +379,6 @@ def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuse
     with batch_client.BatchClient("http://127.0.0.1:1", {}, lambda _notice: None) as client:
         mock = httpx.MockTransport(lambda _request: httpx.Response(next(answers), json={"id": "batch_x"}))
         client._http = httpx.Client(transport=mock, base_url="http://127.0.0.1:1")
-        with nullcontext() if is_waited_for else pytest.raises(PipelineError, match="does not answer"):
+        with nullcontext() if is_waited_for else pytest.raises(ConnectionLostError, match="does not answer"):
             assert client.get("batch_x")["id"] == "batch_x"
     assert now > batch_client.RETRY_TIMEOUT_S

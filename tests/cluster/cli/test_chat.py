@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ import pytest
 from reference import greedy
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 
+from tramontane.cluster.cli import chat as chat_command
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import sanitize
+from tramontane.cluster.pipeline.engine import Engine, Report, open_engine
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.workers.model.transformer import StageModel
@@ -141,6 +145,27 @@ def test_a_line_that_cannot_be_answered_ends_it(chat: Chat) -> None:
     assert "with a context of 160 positions it may take 159" in err.splitlines()[-1]
     code, _, err = chat("The", b"fox \xff")
     assert (code, err.splitlines()[-1]) == (2, "error: line 2 of standard input is not valid UTF-8")
+
+
+@pytest.mark.parametrize(("line", "why"), [("/clear", "there is no command '/clear'"), (b"\xff", "line 1 of standard input")])
+def test_the_error_stands_before_what_is_reported_while_the_command_ends(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, line: str | bytes, why: str
+) -> None:
+    """As over Ray, where the stages are removed."""
+
+    @asynccontextmanager
+    async def open_and_report(config: EngineConfig, report: Report, **more: Any) -> AsyncIterator[Engine]:  # noqa: ANN401
+        try:
+            async with open_engine(config, report, **more) as engine:
+                yield engine
+        finally:
+            report("removing the stages")
+
+    monkeypatch.setattr(chat_command, "open_engine", open_and_report)
+    code, _, err = chat(line)
+    *_, error, removal = err.splitlines()
+    assert (code, err.count("error: "), removal) == (2, 1, "removing the stages ...")
+    assert error.startswith(f"error: {why}")
 
 
 def test_exit_ends_it_and_an_invalid_system_message_is_refused_before_anything_starts(chat: Chat) -> None:

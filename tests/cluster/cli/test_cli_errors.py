@@ -51,24 +51,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--max-tokens", "0"], ["--max-tokens is 0"]),
         (["--max-tokens=-3"], ["--max-tokens is -3"]),
-        (["--max-tokens", "many"], ["--max-tokens", "integer"]),
-        (["--max-tokens", "1.5"], ["--max-tokens", "integer"]),
+        (["--max-tokens", "many"], ["--max-tokens is 'many'; it must be a whole number"]),
+        (["--max-tokens", "1.5"], ["--max-tokens is '1.5'; it must be a whole number"]),
         (["--max-tokens"], ["--max-tokens", "requires"]),
         (["--temperature=-0.5"], ["temperature", "-0.5"]),
         (["--temperature", "nan"], ["temperature", "nan"]),
         (["--temperature", "inf"], ["temperature", "inf"]),
-        (["--temperature", "warm"], ["--temperature", "number"]),
+        (["--temperature", "warm"], ["--temperature is 'warm'; it must be a number"]),
         (["--top-p", "0"], ["--top-p is 0.0"]),
         (["--top-p", "1.01"], ["--top-p is 1.01"]),
         (["--top-p=-1"], ["--top-p is -1"]),
         (["--top-p", "nan"], ["--top-p is nan"]),
-        (["--top-k=-1"], ["--top-k is -1"]),
-        (["--top-k", "ten"], ["--top-k", "integer"]),
+        (["--top-k=-2"], ["--top-k is -2"]),
+        (["--top-k", "ten"], ["--top-k is 'ten'; it must be a whole number"]),
         (["--seed", str(2**63)], ["seed", str(2**63), "64 bits"]),
-        (["--seed", "x"], ["--seed", "integer"]),
-        (["--stages", "0"], ["--stages", "0"]),
+        (["--seed", "x"], ["--seed is 'x'; it must be a whole number"]),
+        (["--stages", "0"], ["--stages is 0; it must be at least 1"]),
+        (["--stages", "16385"], ["--stages is 16385; it must be at most 16384"]),
+        (["--step-timeout", "0"], ["--step-timeout is 0.0; it must be above 0"]),
         (["--stages=-2"], ["--stages", "-2"]),
-        (["--stages", "two"], ["--stages", "integer"]),
+        (["--stages", "two"], ["--stages is 'two'; it must be a whole number"]),
         (["--max-model-len", "0"], ["--max-model-len", "0"]),
         (["--max-num-seqs", "0"], ["--max-num-seqs", "0"]),
         (["--max-num-batched-tokens=-1"], ["--max-num-batched-tokens", "-1"]),
@@ -77,8 +79,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-memory", "much"], ["--kv-cache-memory", "much"]),
         (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
-        (["--load-format", "pickle"], ["--load-format", "pickle", "dummy"]),
-        (["--quantize", "int4"], ["--quantize", "int4", "int8", "fp8"]),
+        (["--load-format", "pickle"], ["--load-format is 'pickle'; it must be 'auto' or 'dummy'"]),
+        (["--quantize", "int4"], ["--quantize is 'int4'; it must be 'int8' or 'fp8'"]),
         (["--link", "pigeons"], ["--link", "pigeons", "object-store"]),
         (["--link", "direct"], ["--local", "--link direct"]),
         (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
@@ -90,6 +92,33 @@ def test_a_parameter_that_is_wrong_is_named(refused: Refused, model: Path, flags
     message = refused("generate", "--model", model, "--local", "The", *flags)
     for part in named:
         assert part in message
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_option_that_is_a_number_names_what_it_was_given(refused: Refused, name: str) -> None:
+    command = cli.LazyCommands()[name]
+    prefixes = (
+        {(name, sub): each for sub, each in command.commands.items()} if hasattr(command, "commands") else {(name,): command}
+    )
+    for prefix, each in prefixes.items():
+        for option in each.params:
+            if (kind := option.type_descriptor.annotation) in (int, float):
+                [flag] = option.opts
+                expected = "a whole number" if kind is int else "a number"
+                assert refused(*prefix, flag, "22x") == f"{flag} is '22x'; it must be {expected}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--stages", "0"], "--stages is '0'; it must be at least 1"),
+        (["simulate", "--noise", "1.5"], "--noise is '1.5'; it must be at most 1"),
+        (["simulate", "--max-num-seqs", "16385"], "--max-num-seqs is '16385'; it must be at most 16384"),
+        (["make-random", "--scale", "big"], "--scale: 'big' is not one of 'full', 'small'"),
+    ],
+)
+def test_a_value_outside_the_range_of_an_option_is_named(refused: Refused, arguments: list[str], message: str) -> None:
+    assert refused(*arguments) == message
 
 
 @pytest.mark.parametrize("layer", [-1, 4])
@@ -140,7 +169,11 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
         ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
         ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
         ("just words\n", ["file.yaml", "keys and values"]),
-        ("stages: none\n", ["stages (in ", "file.yaml) is 'none'"]),
+        ("stages: none\n", ["stages (in ", "file.yaml) is 'none'; it must be a whole number"]),
+        ("stages: [2]\n", ["stages (in ", "file.yaml) is [2]; it must be a whole number"]),
+        ("move_experts: perhaps\n", ["move_experts (in ", "file.yaml) is 'perhaps'; it must be true or false"]),
+        ("placement_timeout: .inf\n", ["placement_timeout (in ", "file.yaml) is inf; it must be at most 86400"]),
+        ("host: ''\n", ["host (in ", "file.yaml) is ''; it must be a text that is not empty"]),
         ("max-num-seqs: -3\n", ["max_num_seqs (in ", "file.yaml) is -3"]),
         ("max_in_flight: 0\n", ["max_in_flight (in ", "file.yaml) is 0"]),
         ("kv_cache_memory: much\n", ["kv_cache_memory (in ", "file.yaml) is 'much'; it must be a size"]),

@@ -92,6 +92,12 @@ def test_secrets_on_the_command_line_are_those_of_the_configuration() -> None:
     assert {f"--{key.replace('_', '-')}" for key in (*SECRETS, "api_key")} == set(FLAGS)
 
 
+def test_the_help_says_when_a_folder_is_made_at_home() -> None:
+    options = {parameter.opts[0]: parameter for parameter in get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
+    default = "Default: ~/.tramontane/jobs.sqlite, created with its folder for the first job or file."
+    assert options["--jobs-database"].help.endswith(default)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_begins_as_in_the_list_of_commands(name: str) -> None:
     command = get_command(app).commands[name]  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, Stage
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import Quantization
-from tramontane.proto.model_folder import Layout
+from tramontane.proto.model_folder import Layout, resolve_model_args
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.proto.request import SamplingParams
@@ -156,7 +156,7 @@ def test_a_file_of_the_engines_keys_has_the_same_stages(tmp_path: Path, capsys: 
         ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
         ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
         ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is 0; it must be at least 1 and at most 16384"),
-        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3': input should be 'auto'"),
+        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3'; it must be 'auto'"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
@@ -176,6 +176,15 @@ def test_numbers_that_can_only_be_slips_are_named(option: str, value: str) -> No
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
     with pytest.raises(CheckpointError, match="llama is neither a folder nor a published geometry; there are mistral-7b"):
         plan("llama", "24GiB")
+
+
+@pytest.mark.parametrize("model", ["a-b/C_7.1", "./models/mistral", "../C", "/a/C", "a/b/c", "a/"])
+def test_the_command_that_downloads_a_model_is_named_if_there_is_one(model: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        resolve_model_args(Path(model))
+    name = str(Path(model))
+    downloads = f"nothing is downloaded; for a model of Hugging Face, first run: hf download {name} --local-dir {name}"
+    assert str(refused.value).endswith(downloads) == (model in ("a-b/C_7.1", "./models/mistral"))
 
 
 @pytest.mark.parametrize("wanted", Quantization)

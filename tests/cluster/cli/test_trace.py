@@ -194,5 +194,5 @@ def test_other_files_are_left_alone(refused: Any, tmp_path: Path) -> None:  # no
 
 
 def test_a_server_that_does_not_answer_is_named(refused: Any, tmp_path: Path) -> None:  # noqa: ANN401
-    said = refused("trace", "-o", tmp_path / "trace.json", "--url", "http://127.0.0.1:1")
+    said = refused("trace", "-o", tmp_path / "trace.json", "--url", "http://127.0.0.1:1", code=1)
     assert said.startswith("--url http://127.0.0.1:1 does not answer: ")

@@ -210,8 +210,8 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     watch(Completion, "_process", size_of)
     watch(ChoiceBuilder, "merge_changes", lambda _self, changes, _request: len(repr(changes)) // 2)
-    watch(app, "encode_json", lambda answer: len(repr(answer)) // 2)
-    watch(sse, "encode_json", lambda chunk: len(repr(chunk)) // 2)
+    watch(app, "encode_and_free", lambda answer: len(repr(answer)) // 2)
+    watch(sse, "encode_and_free", lambda chunk: len(repr(chunk)) // 2)
     num_tokens = lambda changes: sum(len(change["logprobs"]["tokens"]) for change in changes)  # noqa: E731
     watch(servicer_module, "to_generate_response", lambda changes: num_tokens(changes) * (TOP + 1) * BYTES_PER_VALUE)
     watch(servicer_module, "to_score_response", lambda result: len(repr(result)) // 2)

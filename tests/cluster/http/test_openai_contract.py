@@ -327,6 +327,11 @@ def test_invalid_requests(server: Server, changes: dict[str, Any], param: str) -
             "messages.0.role is 'robot'; it must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
         ),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+        (
+            {"messages": [{"role": "user", "contnet": "a"}]},
+            'messages.0.content is missing; unknown field "contnet", did you mean "content"?',
+        ),
+        ({"messages": [{"role": "user"}], "contnet": "a"}, "messages.0.content is missing"),
     ],
 )
 def test_a_mistake_is_described_in_the_clients_words(server: Server, changes: dict[str, Any], message: str) -> None:

@@ -1,5 +1,6 @@
 """``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over Ray."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -15,10 +16,12 @@ import pytest
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_keys import DEMO_MODEL
 from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
+from tramontane.proto import request
 from tramontane.proto.errors import CheckpointError, ConfigError, PipelineError, RequestError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = ["ROMEO:", "To be, or not to be"]
+MESSAGE = '{"role": "user", "content": "..."} with a role of system, user, assistant'
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,11 @@ def test_a_sequence_that_is_stopped_takes_no_more_steps(llm: LLM, monkeypatch: p
         ({"stop": 3}, "stop: it must be a text or a list of texts"),
         ({"stop": ["x"] * 17}, "stop: there may be at most 16"),
         ({"temperature": -1}, "temperature is -1"),
+        ({"top_k": -2}, r"top_k is -2; it must be 0 or -1 \(all tokens\)"),
+        ({"temperature": "0"}, "temperature is '0'; it must be a number$"),
+        ({"max_tokens": "5"}, "max_tokens is '5'; it must be a whole number$"),
+        ({"max_tokens": None}, "max_tokens is None; it must be a whole number$"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number$"),
     ],
 )
 def test_wrong_sampling_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -183,6 +191,56 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, s
         llm.chat(messages)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (5, "prompts is 5; it must be a text, a list of token ids, or a list of texts or of such lists"),
+        (None, "prompts is None; it must be"),
+        ({"prompt": "A"}, "prompts is {'prompt': 'A'}; it must be"),
+        (b"A", "prompts is b'A'; it must be"),
+        (["A", 5], "prompt 2 is 5; it must be a text, or a list of token ids"),
+        ([{"prompt": "A"}], "prompt 1 is {'prompt': 'A'}; it must be"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", f"conversation 1 is 'hello'; it must be a list of messages, each {MESSAGE}"),
+        (5, "conversation 1 is 5; it must be"),
+        (None, "conversation 1 is None; it must be"),
+        ({"role": "user", "content": "x"}, "conversation 1 is {'content': 'x', 'role': 'user'}; it must be a list"),
+        (["hello"], f"conversation 1 has 'hello'; a message must be {MESSAGE}"),
+        ([[{"role": "user", "content": "x"}], 5], "conversation 2 is 5; it must be"),
+        ([{"role": "user", "content": ["x"]}], "conversation 1 has {'content': ['x'], 'role': 'user'}; a message"),
+    ],
+)
+def test_what_is_no_conversation_is_named(llm: LLM, messages: list[dict[str, str]], message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.chat(messages)
+
+
+def test_calls_written_for_vllm_work(llm: LLM) -> None:
+    """The argument has vLLM's name, and ``top_k=-1`` keeps all tokens."""
+    kept = SamplingParams(max_tokens=8, temperature=1.0, top_k=-1)
+    assert kept == SamplingParams(max_tokens=8, temperature=1.0)
+    outputs = llm.generate(prompts=PROMPTS, sampling_params=kept)
+    assert outputs == llm.generate(PROMPTS, replace(kept, top_k=0))
+    messages = [{"role": "user", "content": "Who are you?"}]
+    assert llm.chat(messages=messages, sampling_params=kept) == llm.chat(messages, kept)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2}, {}, 0, [GREEDY], request.SamplingParams()])
+def test_what_are_no_sampling_parameters_is_named(llm: LLM, sampling: SamplingParams) -> None:
+    for call in (lambda: llm.generate("A", sampling), lambda: llm.chat([{"role": "user", "content": "A"}], sampling)):
+        with pytest.raises(RequestError, match=r"sampling_params is [{0\[S].*; give a SamplingParams, such as SamplingParams"):
+            call()
+
+
 def test_a_prompt_may_fill_the_context_but_for_one_position() -> None:
     with LLM(local=True, max_model_len=32, progress=False) as small:
         [output] = small.generate([[5] * 31], GREEDY)
@@ -253,6 +311,8 @@ def test_threads_share_a_pipeline(llm: LLM) -> None:
 def test_wrong_configurations_are_user_errors() -> None:
     with pytest.raises(ConfigError, match="stages"):
         LLM(stages=0, progress=False)
+    with pytest.raises(ConfigError, match=r"config is {'stages': 2}; it must be an EngineConfig"):
+        LLM(config={"stages": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not both"):
         LLM(config=EngineConfig(local=True), stages=2)
     with pytest.raises(ConfigError, match="no_such_key"):

@@ -1,6 +1,7 @@
 """Where weights come from, and what a person sees while they come, and of workers that are lost; without Ray."""
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from rich.console import Console
 from tiny_models import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 
@@ -218,14 +219,34 @@ BOTH = ("stage-0", "stage-1")
 
 
 def _stage(number: int, pid: int, epoch: int = 7, loaded: int = 10) -> StageHealth:
-    return StageHealth(f"stage {number + 1}/2", pid, "node", 0, loaded, 10, 0.0, epoch, "router", {})
+    return StageHealth(f"stage {number + 1}/2", pid, "0123abcd456789", 0, loaded, 10, 0.0, epoch, "router", {})
+
+
+RESTARTING = ActorUnavailableError("The actor is temporarily unavailable: IOError: The actor is restarting.", b"a" * 16)
+DEAD = ActorDiedError()
+DEAD.error_msg = "The actor died.\n\tip: 10.0.0.1\nThe actor is dead because its worker process has died: (1) ..."
+UNREACHABLE = ActorUnavailableError("The actor is temporarily unavailable: RpcError: RPC error: Socket closed", b"a" * 16)
+
+
+@pytest.mark.parametrize(("error", "cause"), [(RESTARTING, "has ended"), (DEAD, "has ended"), (UNREACHABLE, "cannot be reached")])
+def test_the_cause_of_a_loss_is_a_short_sentence_and_rays_text_is_for_debugging(
+    error: RayError, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    observed = _Observed()
+    observed.after(0, *BOTH, stage_1=_stage(1, 12))
+    with caplog.at_level(logging.DEBUG):
+        assert observed.after(1, *BOTH, stage_1=error) == [
+            f"pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd {cause}"
+        ]
+    [(_, level, text)] = caplog.record_tuples
+    assert (level, text) == (logging.DEBUG, f"a-0-stage-1 was lost: {error}")
 
 
 def test_a_lost_stage_is_reported_once_and_again_when_its_pipeline_runs() -> None:
-    observed, death = _Observed(), RayError("first line\nThe actor died: SIGKILL")
+    observed, death = _Observed(), RESTARTING
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=death) == [
-        "pipeline a-0 has lost stage 2/2, which gets a new process: The actor died: SIGKILL"
+        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended"
     ]
     assert observed.after(1, *BOTH, stage_1=death) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 13, -1, 9)) == [], "it loads"
@@ -237,8 +258,8 @@ def test_a_new_process_is_a_loss_too_and_a_pipeline_runs_again_with_its_last_sta
     observed = _Observed()
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
     assert observed.after(1, *BOTH, stage_0=RayError("gone"), stage_1=_stage(1, 13, -1, 9)) == [
-        "pipeline a-0 has lost stage 1/2, which gets a new process: gone",
-        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 has ended",
+        "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd cannot be reached",
+        "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended",
     ]
     assert observed.after(1, *BOTH, stage_1=_stage(1, 13)) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 14)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
@@ -367,4 +388,6 @@ def test_failed_polls_are_survived_and_losses_after_them_are_reported(
         poll()
         assert reports == []
         poll()
-        assert reports == ["pipeline a-0 has lost stage 1/2, which gets a new process: gone"]
+        assert reports == [
+            "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd cannot be reached"
+        ]

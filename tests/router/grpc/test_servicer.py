@@ -297,7 +297,7 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
                 await anext(harness.client._stream(harness.client._inference.Generate, pb.GenerateRequest(), None))
             with pytest.raises(RequestError, match="at most 255"):
                 await anext(harness.client.generate([5] * 256))
-            with pytest.raises(ConfigError, match="there is no parameter temprature; there are"):
+            with pytest.raises(ConfigError, match=r"no parameter temprature; did you mean temperature\? There are freq"):
                 await anext(harness.client.generate("a", temprature=1))
             with pytest.raises(ConfigError, match=r"^max_tokens is 'many', which it cannot be$"):
                 await anext(harness.client.generate("a", max_tokens="many"))

@@ -321,6 +321,13 @@ def test_a_missing_prompt_is_named() -> None:
     error = _refused(b'{"model": "demo"}')
     assert error.parameter == "prompt"
     assert str(error) == "prompt is missing"
+    for body, hint in (
+        (b'{"promt": "O"}', '; unknown field "promt", did you mean "prompt"?'),
+        (b'{"max_token": 5, "prompts": "O"}', '; unknown field "prompts", did you mean "prompt"?'),
+        (b'{"max_token": 5, "top_p": 1, "q": 1}', ""),
+        (b'{"promt\\n": "O"}', '; unknown field "promt?", did you mean "prompt"?'),
+    ):
+        assert str(_refused(body)) == f"prompt is missing{hint}"
 
 
 def test_an_unknown_parameter_is_named() -> None:

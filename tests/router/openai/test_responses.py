@@ -8,7 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from tramontane.router.openai.chunks import ChatChunkChoice
-from tramontane.router.openai.responses import MAX_PIECE, Answer, ChatChoice, CompletionChoice, _json_pieces, encode_json, to_json
+from tramontane.router.openai.responses import (
+    MAX_PIECE,
+    Answer,
+    ChatChoice,
+    CompletionChoice,
+    _json_pieces,
+    encode_and_free,
+    to_json,
+)
 
 LOGPROBS = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5}], "text_offset": [0, 1]}
 CHAT_TOKEN = {"token": "a", "logprob": -0.5, "bytes": [97]}
@@ -70,5 +78,5 @@ def test_pieces_of_an_answer_are_the_json_of_the_whole(num_items: int) -> None:
     expected = to_json(answer).encode()
     longest = max(len(to_json(each)) + 1 for each in top)
     assert max(map(len, _json_pieces(answer, 0))) <= MAX_PIECE * longest
-    assert encode_json(answer) == expected
+    assert encode_and_free(answer) == expected
     assert answer["choices"] == [], "freed where it was encoded"
