@@ -65,7 +65,7 @@ def test_tokens_of_many_steps_travel_in_one_message_unless_one_is_urgent(urgent:
 
 
 def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
-    """Of 40 tokens, one each 30 ms, beside pauses of 0.4 s."""
+    """Of 40 tokens, one each 30 ms, where pauses are 0.4 s."""
 
     async def step(_batch: MicroBatch) -> None:
         await asyncio.sleep(STEP_S)
