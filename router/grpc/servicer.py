@@ -17,7 +17,7 @@ from tramontane.proto.grpc_messages import job_message, line_message, status_for
 from tramontane.proto.jobs import JobService
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import Identity, request_fields
-from tramontane.router.grpc.handlers import MalformedMessage, reflection_responses
+from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, reflection_responses
 from tramontane.router.grpc.jobs import coalesce, parse_limit, submit, validate_offset
 from tramontane.router.grpc.messages import (
     parse_generate,
@@ -35,7 +35,6 @@ from tramontane.router.openai.served_model import ServedModel, check_model_name
 logger = logging.getLogger(__name__)
 
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger
-MAX_MESSAGE_BYTES = 8 * 2**20
 
 Q = TypeVar("Q", pb.GenerateRequest, pb.ScoreRequest)
 R = TypeVar("R")

@@ -3,7 +3,7 @@
     python tests/bench/hostile.py [--seconds 20] [--streams 4] [--clients 2] [--only "list of lists"] [--json]
 
 ``tramontane serve`` with the demo model on two stages. First the streams alone, for ``--seconds``; then while ``--clients``
-processes send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 4 MiB over gRPC, one after
+processes send every body of ``tests/support/hostile_bodies.py`` once, of 8 MiB over HTTP and 2 MiB over gRPC, one after
 the other. A gap is the time between two chunks of one stream. Everything shares this machine's cores; the clients, which take
 as much CPU time to make a body as the server to refuse it, have a low priority.
 

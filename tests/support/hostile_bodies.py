@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from tramontane.proto import inference_pb2 as pb
 
 MAX_BODY = 8 * 2**20  # the default of max_body_bytes
-MAX_MESSAGE = 4 * 2**20 - 64  # of gRPC
+MAX_MESSAGE = 2 * 2**20 - 64  # of gRPC; larger ones are refused before they are parsed
+MAX_GRPC = 4 * 2**20 - 64
 PLACE = "VALUE"  # where a value goes in a template
 ITEMS = {
     "numbers": "1,",
@@ -88,6 +89,7 @@ def messages() -> Iterator[tuple[str, bytes]]:
     yield "unknown fields", prompt + unknown * (MAX_MESSAGE // 3)
     yield "stops", prompt + empty_stop * (MAX_MESSAGE // 2)
     yield "token ids", pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_MESSAGE)).SerializeToString()
+    yield "twice the largest", pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids * MAX_GRPC)).SerializeToString()
     yield "biases", biases.SerializeToString()
     for name, value in values(MAX_MESSAGE - 64):
         yield f"{name} as response_format", pb.GenerateRequest(text="a", response_format=value).SerializeToString()

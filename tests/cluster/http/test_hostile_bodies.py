@@ -29,7 +29,7 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import RequestOutput
 from tramontane.router.grpc import messages as grpc_messages
 from tramontane.router.grpc import servicer as servicer_module
-from tramontane.router.grpc.handlers import MalformedMessage, _parser
+from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, _parser
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai import tokenize
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS, MAX_MEMBERS, SMALL_BODY, count_elements
@@ -124,7 +124,7 @@ def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, mon
         return text
 
     monkeypatch.setattr(grpc_messages.json, "dumps", watched_dumps)
-    parse = _parser(kind)
+    parse = _parser(kind, MAX_MESSAGE_BYTES)
 
     async def scenario() -> None:
         servicer = GrpcServicer(MODEL, ScriptedSource())
@@ -132,7 +132,7 @@ def test_the_event_loop_converts_no_large_message(kind: Any, spy: ParserSpy, mon
         for name, data in cases:
             message = parse(data)
             if isinstance(message, MalformedMessage):
-                assert name == "unknown fields" or kind is pb.ScoreRequest, name
+                assert name in ("unknown fields", "twice the largest") or kind is pb.ScoreRequest, name
                 continue
             with pytest.raises(ParameterError):
                 await servicer._prepare(method, message, _Context())

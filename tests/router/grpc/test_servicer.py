@@ -42,7 +42,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
 from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
-from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
+from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, add_batch_jobs, add_inference
 from tramontane.router.grpc.jobs import coalesce, submit
 from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
@@ -438,6 +438,20 @@ def test_hostile_messages_are_refused_and_the_server_continues() -> None:
             with pytest.raises(RequestError, match="larger than 488 KiB"):
                 await anext(harness.client.generate("x" * 500_001))
             await harness.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
+    """It is no message at all. One that is just small enough is parsed."""
+
+    async def scenario() -> None:
+        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
+            for num_bytes, reason in ((MAX_MESSAGE_BYTES, "is not a"), (MAX_MESSAGE_BYTES + 1, "larger than 2 MiB")):
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
+                assert failure.value.code() == StatusCode.INVALID_ARGUMENT
+                assert reason in (failure.value.details() or "")
 
     asyncio.run(scenario())
 
