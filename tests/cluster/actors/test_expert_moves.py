@@ -38,12 +38,13 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.errors: list[Exception] = []
+        self.sleeps: list[float] = []
         self._stored: dict[str, bytes] = {}
         monkeypatch.setattr(ray, "get_actor", lambda name, _: _Actor(self, name))
         monkeypatch.setattr(ray, "get", lambda call: call())
         monkeypatch.setattr(pipeline_spec, "kv_get", self._stored.get)
         monkeypatch.setattr(pipeline_spec, "kv_put", self._store)
-        monkeypatch.setattr(expert_actor, "RETRY_S", 0.0)
+        monkeypatch.setattr(expert_actor, "time", SimpleNamespace(sleep=self.sleeps.append))
 
     def _store(self, key: str, value: bytes) -> None:
         self.calls.append(("store",))
@@ -94,6 +95,7 @@ def test_an_actor_that_restarts_is_called_again(cluster: Cluster, monkeypatch: p
     monkeypatch.setattr(expert_actor, "MAX_ATTEMPTS", 3)
     cluster.errors = [RayActorError(), RayActorError()]
     assert rebalance_experts(SPEC, OLD) == 0
+    assert cluster.sleeps == [expert_actor.RETRY_S] * 2
     assert len(cluster.calls) == 4 + 2
     cluster.errors = [RayActorError() for _ in range(3)]
     with pytest.raises(PipelineError, match="app-0-experts-0 was unavailable 3 times in a row"):
