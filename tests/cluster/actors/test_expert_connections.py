@@ -86,7 +86,8 @@ def test_an_error_says_whether_another_attempt_can_help(
 
 def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is away, or loads, it is asked again."""
-    monkeypatch.setattr(expert_connections, "RETRY_S", 0.0)
+    sleeps: list[float] = []
+    monkeypatch.setattr(expert_connections, "time", SimpleNamespace(sleep=sleeps.append))
     errors = [ActorUnavailableError("it restarts", None), _raised_by_the_actor(PipelineError("the disk is gone"))]
     notified = threading.Event()
 
@@ -98,6 +99,7 @@ def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.Mon
     client = ObjectStoreExpertClient(actor, notified.set, LAYOUT, "Expert actor 1/1")
     assert notified.wait(LIMIT_S)
     assert (actor.num_asked, client.is_up) == (2, False)
+    assert sleeps == [expert_connections.RETRY_S]
     assert "the disk is gone" in str(client.failure)
     with pytest.raises(ExpertUnavailableError, match="Expert actor 1/1 is not connected"):
         _call(client).result(LIMIT_S)
