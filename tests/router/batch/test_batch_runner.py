@@ -71,6 +71,21 @@ async def _whole(
     return await service.get(job.job_id), reported
 
 
+def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
+    """A thread may hold a connection to the database."""
+    before = set(threading.enumerate())
+    runner, service = harness.runner(), harness.service()
+
+    async def scenario() -> None:
+        job = await service.submit(pieces(GOOD), JobOptions())
+        async with harness.running(runner):
+            await all_results(service, job.job_id)
+
+    asyncio.run(scenario())
+    service.close()
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
 @given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: int, ends: bool) -> None:

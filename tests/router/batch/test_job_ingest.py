@@ -5,12 +5,13 @@ import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 
-from tramontane.proto.errors import JobRefusedError
+from tramontane.proto.errors import JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
@@ -118,3 +119,30 @@ def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
     line = parse_line(InputLine(7, text), "/v1/completions", 2**20)
     assert (line.custom_id, line.text) == (None, None)
     assert line.problem == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"
+
+
+def test_a_service_that_accepts_nothing_now_still_reads_what_is_there(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        file = await service.upload("in.jsonl", "batch", iter([requests(2)]))
+        job = await service.submit_file(file.file_id, JobOptions())
+
+        async def refuse() -> NoReturn:
+            raise PipelineError("not now")
+
+        monkeypatch.setattr(service, "require_accepting", refuse)
+        for refused in (
+            service.submit(pieces(requests(1)), JobOptions()),
+            service.submit_url("file:///in.jsonl", JobOptions()),
+            service.submit_file(file.file_id, JobOptions()),
+            service.check_upload(1),
+            service.upload("in.jsonl", "batch", iter([requests(1)])),
+        ):
+            with pytest.raises(PipelineError, match="not now"):
+                await refused
+        assert [each.job_id for each in await service.list(10)] == [job.job.job_id]
+        assert await service.file(file.file_id) == file
+
+    asyncio.run(scenario())
