@@ -189,7 +189,7 @@ class PendingExpertCall:
         retried = {}
         if (failure := self._failure()) is not None:
             raise PipelineError(str(failure))  # a new error: every raise grows an exception's traceback
-        if self._unavailable and self._can_retry():
+        if self._can_retry():
             retried = dict.fromkeys(self._unavailable)
             self._unavailable = ()
         for part in [part for part in self._parts if part.future.done()]:
