@@ -3,7 +3,8 @@
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,9 @@ from tramontane.proto.errors import JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
-from tramontane.router.batch.input_lines import InputLine, LineSplitter, parse_line
+from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
+from tramontane.router.batch.store import StoredJob
+from tramontane.router.batch.submissions import JobSubmissions
 from tramontane.router.openai.body_bounds import MAX_GROUPS
 
 harness = sqlite_harness
@@ -51,6 +54,24 @@ def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: 
     monkeypatch.setattr(LineSplitter, "feed", feed)
     assert asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(("count", "prompt", "sizes"), [(2500, "x", [1000, 1000, 500]), (1200, "x" * 1900, [528, 528, 144])])
+def test_a_transaction_adds_a_thousand_lines_or_a_mebibyte(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, count: int, prompt: str, sizes: list[int]
+) -> None:
+    """Other writers wait for it. The line with which there is more than a mebibyte is the last one."""
+    real, added = JobSubmissions.add_lines, list[int]()
+
+    def add_lines(submissions: JobSubmissions, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
+        added.append(len(new))
+        real(submissions, job, first_place, new)
+
+    monkeypatch.setattr(JobSubmissions, "add_lines", add_lines)
+    text = b"".join(request(f"{number:04}", prompt) for number in range(count))
+    service = harness.service(limits=replace(LIMITS, max_bytes=2**22))
+    assert asyncio.run(service.submit(pieces(text, 100_000), JobOptions())).num_invalid == 0
+    assert added == sizes
 
 
 @pytest.mark.parametrize("ends", [b"\n", b""])

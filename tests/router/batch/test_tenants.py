@@ -234,6 +234,24 @@ def test_uploads_at_the_same_time_are_counted_while_they_grow(harness: BatchHarn
     assert service._quota.usage().num_bytes == 0
 
 
+def test_the_size_of_an_upload_is_recorded_every_64_mebibytes(
+    sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So much may be stored beyond what a tenant may have, by each of its uploads."""
+
+    class Large(bytes):
+        """A piece of 4 MiB, without its bytes."""
+
+        def __len__(self) -> int:
+            return 2**22
+
+    recorded: list[int] = []
+    monkeypatch.setattr(batch_files.FileStore, "_record_size", lambda _files, _record, num_bytes: recorded.append(num_bytes))
+    service = sqlite_harness.service(limits=replace(LIMITS, max_bytes=2**30, max_stored_bytes=2**30))
+    service._files.write("large", "batch", iter([Large()] * 40))
+    assert recorded == [2**26, 2**27, 40 * 2**22], "and when it is complete"
+
+
 def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> None:
     go_on = threading.Event()
 
