@@ -133,6 +133,11 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarne
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
         assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
+        two = (await service.submit(pieces(b"x\n[]\n"), JobOptions())).error
+        assert two is not None
+        assert two.startswith("none of the 2 lines is a request: line 1: it is not JSON")
+        assert "; line 2: " in two
+        assert not two.endswith(" more")
         mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
         several = (await service.submit(pieces(mixed), JobOptions())).error
         assert several is not None
