@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.errors import (
+    JobRefusedError,
     JobStoreError,
     OverloadedError,
     PipelineError,
@@ -69,6 +71,36 @@ async def _whole(
             (line.line, line.custom_id, line.is_error, json.loads(line.body)) for line in await all_results(service, job.job_id)
         ]
     return await service.get(job.job_id), reported
+
+
+def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
+    """It is in the files of results."""
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        if body["prompt"]:
+            raise RequestError("no such prompt")
+        return {}
+
+    async def scenario() -> None:
+        service = harness.service()
+        job = await service.submit(pieces(requests(2)), JobOptions())
+        async with harness.running(harness.runner(answer)):
+            await all_results(service, job.job_id)
+        stored = service._jobs.get(job.job_id)
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(0, True), (1, False), (256, False), (257, True)])
+def test_a_request_key_has_1_to_256_characters(harness: BatchHarness, length: int, is_refused: bool) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        with pytest.raises(JobRefusedError, match="1 to 256 characters") if is_refused else nullcontext():
+            await service.submit(pieces(GOOD), JobOptions(), "k" * length)
+        assert len(await service.list(9)) == (not is_refused)
+
+    asyncio.run(scenario())
 
 
 def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:

@@ -257,6 +257,7 @@ def test_a_page_of_results_is_bounded_in_characters(harness: BatchHarness) -> No
     for max_chars, num_results in ((1, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4)):
         assert len(service._jobs.results(stored, 0, 100, max_chars)) == num_results
     assert [result.line.offset for result in service._jobs.results(stored, 1, 100, 200)] == [1, 2]
+    assert len(service._jobs.results(stored, 0, 100)) == 4, "where no bound is given there is room for short ones"
 
 
 def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
