@@ -180,12 +180,13 @@ def run(mutants: Sequence[Mutant], root: Path, num_workers: int, report: Callabl
                 copies.put(copy)
 
         threads = stack.enter_context(ThreadPoolExecutor(num_workers))
-        sets = sorted(set(map(tuple, tests.values())))
-        times = dict(zip(sets, threads.map(lambda files: with_copy(lambda copy: baseline_s(copy, files)), sets), strict=True))
+        sets = {frozenset(files): files for files in tests.values()}  # in another order the same files take as long
+        seconds = threads.map(lambda files: with_copy(lambda copy: baseline_s(copy, files)), sets.values())
+        times = dict(zip(sets, seconds, strict=True))
 
         def try_one(mutant: Mutant) -> Outcome:
             files = tests[mutant.path]
-            outcome = with_copy(lambda copy: copy.try_mutant(mutant, files, SLOWER * times[tuple(files)] + MORE_S))
+            outcome = with_copy(lambda copy: copy.try_mutant(mutant, files, SLOWER * times[frozenset(files)] + MORE_S))
             report(outcome)
             return outcome
 

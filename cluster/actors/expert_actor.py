@@ -1,5 +1,6 @@
 """The Ray actor that holds experts outside the stages, and the movement of experts between such actors."""
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _call_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
 
 def _call_with_retry(name: str, method: str, *arguments: object) -> None:
     """Call an actor, again while it restarts. Raises PipelineError after MAX_ATTEMPTS."""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    for attempt in itertools.count(1):
         try:
             ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
             return

@@ -51,7 +51,6 @@ class ProgressReporter:
         """Add what the response has grown by, about ``num_bytes`` of JSON, and report it if the interval has passed."""
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_PROGRESS_BYTES:
-            self._updates, self._parts = [], []
             return
         self._updates += updates
         self._parts += parts

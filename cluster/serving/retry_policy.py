@@ -104,10 +104,10 @@ class AdmissionWindow:
         if num_sequences <= self._max_unaccepted < num_waiting + num_sequences:  # larger requests are refused for good elsewhere
             oldest = min(each.since for each in waiting)
             raise errors.OverloadedError("too many requests are on their way to a pipeline", _retry_after_s(oldest))
-        error, expires_at = self._full.get(owner, (None, 0.0))
-        if error is not None and asyncio.get_running_loop().time() < expires_at:
-            raise errors.QueueFullError(str(error), error.retry_after_s)
-        self._full.pop(owner, None)
+        if owner in self._full:
+            error, expires_at = self._full[owner]
+            if asyncio.get_running_loop().time() < expires_at:
+                raise errors.QueueFullError(str(error), error.retry_after_s)
 
     @contextmanager
     def waiting(self, request: WaitingRequest) -> Iterator[None]:

@@ -5,6 +5,7 @@ Shape letters: C choices (a token once for each of its experts), D model width.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -60,8 +61,8 @@ class RemoteExperts:
         self.condition = threading.Condition()
         self._current_plan = current_plan or (lambda: plan)  # called when an actor does not hold what the plan says
         self._placement = plan.placement
-        self._queued = [0] * len(plan.actors)  # rows sent to each actor and not answered
-        self._sent = [0] * len(plan.actors)  # all rows sent to each actor
+        self._queued = Counter[int]()  # rows sent to each actor and not answered
+        self._sent = Counter[int]()  # all rows sent to each actor
         self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
 
     def set_plan(self, plan: ExpertPlan) -> None:
@@ -92,7 +93,7 @@ class RemoteExperts:
         """
         assigned: dict[int, list[int]] = {}
         unavailable = []
-        queued = list(self._queued)
+        queued = self._queued.copy()
         for expert in sorted(sizes, key=lambda expert: (-sizes[expert], expert)):
             candidates = [actor for actor in self.holders(layer, expert) if self._connections[actor].is_up]
             if not candidates:
@@ -141,7 +142,7 @@ class RemoteExperts:
         The counts of sent rows start anew: an actor that was down must not receive everything until it has caught up.
         """
         with self.condition:
-            self._sent = [0] * len(self._sent)
+            self._sent.clear()
             self.condition.notify_all()
 
 
@@ -188,7 +189,7 @@ class PendingExpertCall:
         retried = {}
         if (failure := self._failure()) is not None:
             raise PipelineError(str(failure))  # a new error: every raise grows an exception's traceback
-        if self._unavailable and self._can_retry():
+        if self._can_retry():
             retried = dict.fromkeys(self._unavailable)
             self._unavailable = ()
         for part in [part for part in self._parts if part.future.done()]:

@@ -13,10 +13,14 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from tiny_models import tiny_args
 
 from tramontane.cluster.actors import expert_connections
-from tramontane.cluster.actors.expert_connections import ObjectStoreExpertClient
+from tramontane.cluster.actors.expert_connections import ObjectStoreExpertClient, expert_connector
+from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs
+from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, PipelineError
-from tramontane.workers.experts.expert_link import ExpertMessageLayout
+from tramontane.proto.plan import Link
+from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMessageLayout
 from tramontane.workers.experts.expert_worker import ExpertCall
+from tramontane.workers.experts.remote_experts import ExpertConnection
 
 ARGS = tiny_args(n_layers=2)
 LAYOUT = ExpertMessageLayout.of(expert_plan(ARGS, 1), torch.device("cpu"))
@@ -82,7 +86,8 @@ def test_an_error_says_whether_another_attempt_can_help(
 
 def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is away, or loads, it is asked again."""
-    monkeypatch.setattr(expert_connections, "RETRY_S", 0.0)
+    sleeps: list[float] = []
+    monkeypatch.setattr(expert_connections, "time", SimpleNamespace(sleep=sleeps.append))
     errors = [ActorUnavailableError("it restarts", None), _raised_by_the_actor(PipelineError("the disk is gone"))]
     notified = threading.Event()
 
@@ -94,6 +99,7 @@ def test_an_actor_that_cannot_load_is_never_called_again(monkeypatch: pytest.Mon
     client = ObjectStoreExpertClient(actor, notified.set, LAYOUT, "Expert actor 1/1")
     assert notified.wait(LIMIT_S)
     assert (actor.num_asked, client.is_up) == (2, False)
+    assert sleeps == [expert_connections.RETRY_S]
     assert "the disk is gone" in str(client.failure)
     with pytest.raises(ExpertUnavailableError, match="Expert actor 1/1 is not connected"):
         _call(client).result(LIMIT_S)
@@ -123,6 +129,59 @@ def test_a_direct_link_is_tried_again_unless_the_actor_says_why_it_never_will_be
     with pytest.raises(PipelineError) as raised:
         expert_connections._exchange_addresses(actor, ("host", 1, "token"))
     assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(("link", "kind"), [("direct", DirectExpertClient), ("object-store", ObjectStoreExpertClient)])
+def test_a_stage_connects_to_an_actor_over_the_link_of_its_pipeline(
+    link: Link, kind: type[ExpertConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor whose number it gives, which says here that it cannot load."""
+
+    def fail(_: object) -> None:
+        raise _raised_by_the_actor(PipelineError("the disk is gone"))
+
+    call = SimpleNamespace(remote=lambda *_: None)
+    actor = SimpleNamespace(ready=call, open_link=SimpleNamespace(options=lambda **_: call))
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    found = {("second", NAMESPACE): actor}
+    fake = SimpleNamespace(get=fail, util=util, get_actor=lambda name, namespace: found[name, namespace])
+    monkeypatch.setattr(expert_connections, "ray", fake)
+    plan, notified = expert_plan(ARGS, 2), threading.Event()
+    connect = expert_connector(ExpertActorRefs("app-0", plan, ("first", "second"), link, max_open=1), torch.device("cpu"))
+    client = connect(1, notified.set)
+    assert notified.wait(LIMIT_S)
+    assert type(client) is kind
+    assert client.failure is not None
+    assert "the disk is gone" in str(client.failure)
+    with pytest.raises(ExpertUnavailableError, match=f"{plan.actors[1].label} is not connected"):
+        client.call(ExpertCall(0, (1,), (2,)), torch.zeros(2, ARGS.dim)).result(LIMIT_S)
+
+
+def test_one_thread_at_a_time_waits_for_a_lost_actor_and_none_after_the_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[Callable[[], None]] = []
+
+    def thread(target: Callable[[], None], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: waiting.append(target))
+
+    monkeypatch.setattr(expert_connections, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread))
+    monkeypatch.setattr(expert_connections, "ray", SimpleNamespace(get=lambda value: value))
+    actor: Any = Actor()
+    client = ObjectStoreExpertClient(actor, lambda: None, LAYOUT, "Expert actor 1/1")
+    for num_asked in (1, 2, 3):
+        assert len(waiting) == 1
+        assert not client.is_up
+        waiting.pop()()
+        assert client.is_up
+        assert actor.num_asked == num_asked
+        lost = [_call(client), _call(client)]
+        for reply in actor.replies[-2:]:
+            reply.set_exception(ActorUnavailableError("its process died", None))
+        assert [type(call.exception(LIMIT_S)) for call in lost] == [ExpertUnavailableError] * 2
+    client.close()
+    waiting.pop()()
+    assert actor.num_asked == 3
+    client._reconnect()
+    assert not waiting
 
 
 def test_rows_come_back_as_they_were_sent(connection: tuple[ObjectStoreExpertClient, Actor, Callable[[], bool]]) -> None:

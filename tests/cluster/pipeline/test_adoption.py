@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from tramontane.cluster.actors.lease import LeaseManager
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.pipeline import adoption, lifecycle
 from tramontane.cluster.planning.hardware import TooFewNodesError
+from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
 
@@ -90,6 +92,41 @@ def test_a_cluster_that_stays_too_small_is_probed_until_the_timeout(
     assert [message.partition(":")[0] for message in caplog.messages] == [
         f"waiting up to {left} s more for nodes" for left in (4, 2)
     ]
+
+
+def test_a_router_waits_longer_after_each_round_in_which_it_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all supervisors are away: neither is an existing pipeline claimed nor a new one."""
+    rounds, sleeps = list[list[str]](), list[float]()
+
+    def create_supervisor(spec: PipelineSpec) -> None:
+        rounds[-1].append(spec.name)
+
+    async def claim(*_: object) -> NoReturn:
+        raise UNREACHABLE
+
+    def new_spec() -> PipelineSpec:
+        if len(rounds) == 3:
+            raise PlanError("it is given up")
+        rounds.append([])
+        return SPEC
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+
+    async def create() -> None:
+        async with adoption.adopt_or_create_pipeline("app", new_spec):
+            raise AssertionError("there is none")
+
+    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(adoption, "_pipelines", lambda _: [])
+    monkeypatch.setattr(adoption, "backoff_delays", partial(backoff_delays, uniform=lambda _, bound_s: bound_s))
+    monkeypatch.setattr(adoption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(lifecycle, "create_supervisor", create_supervisor)
+    monkeypatch.setattr(lifecycle, "call_or_restart", claim)
+    with pytest.raises(PlanError, match="it is given up"):
+        asyncio.run(create())
+    assert rounds == [["app-0"]] * 3
+    assert sleeps == [0.2, 0.4, 0.8]
 
 
 NUM_ROUTERS = 64

@@ -433,6 +433,29 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
     asyncio.run(scenario())
 
 
+def test_a_request_that_waits_for_its_next_attempt_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router has it at that time."""
+
+    async def scenario() -> None:
+        waits, may_try = asyncio.Event(), asyncio.Event()
+
+        async def backoff(_: object) -> None:
+            assert not waits.is_set(), "there is no attempt after the end"
+            waits.set()
+            await may_try.wait()
+
+        monkeypatch.setattr(retry_policy.FailoverBudget, "backoff", backoff)
+        async with _harness(1, random.Random(0)) as (routing, routers):
+            requested = await _left_without_a_router(routing, routers, routers)
+            await waits.wait()
+            routers.end_all()
+            may_try.set()
+            with pytest.raises(DrainingError, match="has stopped before this request ended"):
+                await requested
+
+    asyncio.run(scenario())
+
+
 def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
     specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]

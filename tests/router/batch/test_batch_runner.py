@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.errors import (
+    JobRefusedError,
     JobStoreError,
     OverloadedError,
     PipelineError,
@@ -71,6 +73,51 @@ async def _whole(
     return await service.get(job.job_id), reported
 
 
+def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
+    """It is in the files of results."""
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        if body["prompt"]:
+            raise RequestError("no such prompt")
+        return {}
+
+    async def scenario() -> None:
+        service = harness.service()
+        job = await service.submit(pieces(requests(2)), JobOptions())
+        async with harness.running(harness.runner(answer)):
+            await all_results(service, job.job_id)
+        stored = service._jobs.get(job.job_id)
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(0, True), (1, False), (256, False), (257, True)])
+def test_a_request_key_has_1_to_256_characters(harness: BatchHarness, length: int, is_refused: bool) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        with pytest.raises(JobRefusedError, match="1 to 256 characters") if is_refused else nullcontext():
+            await service.submit(pieces(GOOD), JobOptions(), "k" * length)
+        assert len(await service.list(9)) == (not is_refused)
+
+    asyncio.run(scenario())
+
+
+def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
+    """A thread may hold a connection to the database."""
+    before = set(threading.enumerate())
+    runner, service = harness.runner(), harness.service()
+
+    async def scenario() -> None:
+        job = await service.submit(pieces(GOOD), JobOptions())
+        async with harness.running(runner):
+            await all_results(service, job.job_id)
+
+    asyncio.run(scenario())
+    service.close()
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
 @given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: int, ends: bool) -> None:
@@ -118,6 +165,11 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarne
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
         assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
+        two = (await service.submit(pieces(b"x\n[]\n"), JobOptions())).error
+        assert two is not None
+        assert two.startswith("none of the 2 lines is a request: line 1: it is not JSON")
+        assert "; line 2: " in two
+        assert not two.endswith(" more")
         mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
         several = (await service.submit(pieces(mixed), JobOptions())).error
         assert several is not None

@@ -3,18 +3,22 @@
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 
-from tramontane.proto.errors import JobRefusedError
+from tramontane.proto.errors import JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
-from tramontane.router.batch.input_lines import InputLine, LineSplitter, parse_line
+from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
+from tramontane.router.batch.store import StoredJob
+from tramontane.router.batch.submissions import JobSubmissions
 from tramontane.router.openai.body_bounds import MAX_GROUPS
 
 harness = sqlite_harness
@@ -50,6 +54,24 @@ def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: 
     monkeypatch.setattr(LineSplitter, "feed", feed)
     assert asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(("count", "prompt", "sizes"), [(2500, "x", [1000, 1000, 500]), (1200, "x" * 1900, [528, 528, 144])])
+def test_a_transaction_adds_a_thousand_lines_or_a_mebibyte(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, count: int, prompt: str, sizes: list[int]
+) -> None:
+    """Other writers wait for it. The line with which there is more than a mebibyte is the last one."""
+    real, added = JobSubmissions.add_lines, list[int]()
+
+    def add_lines(submissions: JobSubmissions, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
+        added.append(len(new))
+        real(submissions, job, first_place, new)
+
+    monkeypatch.setattr(JobSubmissions, "add_lines", add_lines)
+    text = b"".join(request(f"{number:04}", prompt) for number in range(count))
+    service = harness.service(limits=replace(LIMITS, max_bytes=2**22))
+    assert asyncio.run(service.submit(pieces(text, 100_000), JobOptions())).num_invalid == 0
+    assert added == sizes
 
 
 @pytest.mark.parametrize("ends", [b"\n", b""])
@@ -118,3 +140,30 @@ def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
     line = parse_line(InputLine(7, text), "/v1/completions", 2**20)
     assert (line.custom_id, line.text) == (None, None)
     assert line.problem == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"
+
+
+def test_a_service_that_accepts_nothing_now_still_reads_what_is_there(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        file = await service.upload("in.jsonl", "batch", iter([requests(2)]))
+        job = await service.submit_file(file.file_id, JobOptions())
+
+        async def refuse() -> NoReturn:
+            raise PipelineError("not now")
+
+        monkeypatch.setattr(service, "require_accepting", refuse)
+        for refused in (
+            service.submit(pieces(requests(1)), JobOptions()),
+            service.submit_url("file:///in.jsonl", JobOptions()),
+            service.submit_file(file.file_id, JobOptions()),
+            service.check_upload(1),
+            service.upload("in.jsonl", "batch", iter([requests(1)])),
+        ):
+            with pytest.raises(PipelineError, match="not now"):
+                await refused
+        assert [each.job_id for each in await service.list(10)] == [job.job.job_id]
+        assert await service.file(file.file_id) == file
+
+    asyncio.run(scenario())

@@ -6,9 +6,11 @@ import multiprocessing
 import random
 import threading
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import psycopg
 import pytest
 from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
 from postgres import new_database
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
@@ -253,6 +257,7 @@ def test_a_page_of_results_is_bounded_in_characters(harness: BatchHarness) -> No
     for max_chars, num_results in ((1, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4)):
         assert len(service._jobs.results(stored, 0, 100, max_chars)) == num_results
     assert [result.line.offset for result in service._jobs.results(stored, 1, 100, 200)] == [1, 2]
+    assert len(service._jobs.results(stored, 0, 100)) == 4, "where no bound is given there is room for short ones"
 
 
 def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
@@ -427,6 +432,20 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         with pytest.raises(JobStoreError) as reported, Database(url).writing():
             pass
         assert "secret" not in str(reported.value)
+
+
+def test_an_error_of_the_database_shows_no_values(harness: BatchHarness) -> None:
+    """They may be prompts, and errors are logged with those that they come from."""
+    value = " ".join(("a", "private", "prompt"))  # so that the lines of the traceback do not contain it
+    with (
+        closing(Database(harness.database)) as database,
+        pytest.raises((JobStoreError, SQLAlchemyError)) as raised,
+        database.writing() as connection,
+    ):
+        connection.execute(text("SELECT place FROM no_such_table WHERE place = :value"), {"value": value})
+    logged = "".join(traceback.format_exception(raised.value))
+    assert "no_such_table" in logged
+    assert value not in logged
 
 
 def test_a_connection_that_the_server_has_closed_while_it_was_idle_is_replaced(request: pytest.FixtureRequest) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch import files as batch_files
 from tramontane.router.batch import runner as batch_runner
 from tramontane.router.batch import service as batch_service
+from tramontane.router.batch.claims import Claim
 from tramontane.router.batch.service import BatchService
 
 GOOD = request("a", 1)
@@ -232,6 +234,24 @@ def test_uploads_at_the_same_time_are_counted_while_they_grow(harness: BatchHarn
     assert service._quota.usage().num_bytes == 0
 
 
+def test_the_size_of_an_upload_is_recorded_every_64_mebibytes(
+    sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So much may be stored beyond what a tenant may have, by each of its uploads."""
+
+    class Large(bytes):
+        """A piece of 4 MiB, without its bytes."""
+
+        def __len__(self) -> int:
+            return 2**22
+
+    recorded: list[int] = []
+    monkeypatch.setattr(batch_files.FileStore, "_record_size", lambda _files, _record, num_bytes: recorded.append(num_bytes))
+    service = sqlite_harness.service(limits=replace(LIMITS, max_bytes=2**30, max_stored_bytes=2**30))
+    service._files.write("large", "batch", iter([Large()] * 40))
+    assert recorded == [2**26, 2**27, 40 * 2**22], "and when it is complete"
+
+
 def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> None:
     go_on = threading.Event()
 
@@ -323,6 +343,32 @@ def test_a_tenant_alone_has_all_places(harness: BatchHarness) -> None:
     assert [claim.job_id for claim in held] == made[:4]
     held = held[1:] + list(claims.claim(4, [claim.number for claim in held[1:]]))
     assert [claim.job_id for claim in held] == made[1:5]
+
+
+def test_a_runner_claims_64_jobs_at_once(sqlite_harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And more when some of these have ended."""
+    made = _submit_jobs(sqlite_harness.service(limits=replace(LIMITS, max_open_jobs=66)), "own", 66)
+    claims, held = sqlite_harness.claims(), list[list[str]]()
+    claim, claimed_all = claims.claim, asyncio.Event()
+
+    def claim_and_note(limit: int, running: Collection[int]) -> Sequence[Claim]:
+        found = claim(limit, running)
+        held.append([each.job_id for each in found])
+        return found
+
+    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        if sum(map(len, held)) == 66:
+            claimed_all.set()
+        return {}
+
+    async def scenario() -> None:
+        async with sqlite_harness.running(sqlite_harness.runner(answer, claims=claims)):
+            await claimed_all.wait()
+
+    monkeypatch.setattr(claims, "claim", claim_and_note)
+    asyncio.run(scenario())
+    assert held[0] == made[:64]
+    assert list(chain.from_iterable(held)) == made
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

@@ -1,12 +1,13 @@
-"""Times of stages are learned from what they were."""
+"""How work is counted, and that times of stages are learned from what they were."""
 
 import random
 
 import numpy as np
 import pytest
 
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.scheduling.cost_model import MIN_OBSERVATIONS, CostModel
-from tramontane.router.scheduling.policy import BatchWork
+from tramontane.router.scheduling.policy import BatchWork, WorkEstimator
 
 
 def _work(rng: random.Random) -> BatchWork:
@@ -76,3 +77,35 @@ def test_is_not_believed_before_it_has_seen_enough() -> None:
         assert not model.is_ready, seen
         model.observe(BatchWork(decodes=1, decode_keys=1), [1e-3])
     assert model.is_ready
+
+
+@pytest.mark.parametrize(
+    ("chunks", "starts", "work"),
+    [
+        ([], (0, 3), BatchWork(decodes=2, decode_keys=1 + 4)),
+        ([], (4,), BatchWork(decodes=1, decode_keys=4)),
+        ([], (2, 7, 11), BatchWork(decodes=3, decode_keys=3 + 6 + 7)),
+        ([(0, 1), (4, 1)], (), BatchWork(decodes=2, decode_keys=1 + 4)),
+        ([(0, 3)], (), BatchWork(3, 1 + 2 + 3)),
+        ([(8, 3), (7, 1)], (11,), BatchWork(3, 3 * 6 + 1 + 2 + 3, 2, 6 + 7)),
+    ],
+)
+def test_the_work_of_a_micro_batch_counts_what_each_token_sees(
+    chunks: list[tuple[int, int]], starts: tuple[int, ...], work: BatchWork
+) -> None:
+    """With windows of 4 and 10. ``chunks``: their starts and lengths."""
+    ids = tuple(range(len(starts)))
+    batch = MicroBatch(
+        epoch=0,
+        step_id=0,
+        chunks=tuple(Chunk(9, start, (1,) * length, (), None, needs_sample=False) for start, length in chunks),
+        decodes=DecodeColumns(ids, starts, ids),
+    )
+    assert WorkEstimator((4, 10)).work_of(batch) == work
+
+
+def test_keys_that_are_gained_are_those_seen_more_than_before() -> None:
+    estimator = WorkEstimator((4, 10))
+    for positions in ([], [1, 2], [4, 4], *([1, n] for n in range(1, 14)), [5, 8, 10, 11, 12]):
+        gained = [estimator.visible_keys(n) - estimator.visible_keys(n - 1) for n in positions]
+        assert estimator.visible_keys_gained(positions) == sum(gained)

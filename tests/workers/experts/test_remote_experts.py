@@ -16,11 +16,13 @@ from host_ipc import HostIpc
 from local_expert_actors import ExpertActors, PingPongChain, expert_plan, ping_pong_chain, wait_until
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.proto.errors import PipelineError, StaleEpochError
-from tramontane.proto.plan import ExpertPlan, PipelinePlan
+from tramontane.proto.errors import ExpertRelocatedError, PipelineError, StaleEpochError
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.plan import ExpertId, ExpertPlan, PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, ExpertTiming, ExpertUsage, MicroBatch
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.workers.experts.expert_worker import ExpertCall, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
@@ -150,6 +152,16 @@ def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[]
             then()
 
     actors.before_call[actor_id] = die
+
+
+def test_a_worker_runs_all_that_it_has_loaded_and_nothing_else() -> None:
+    worker = ExpertWorker(expert_plan(ARGS, 1), RandomWeights())
+    worker.load_experts([ExpertId(1, 0), ExpertId(1, 2)])
+    rows_CD = torch.ones(3, ARGS.dim)
+    assert worker.run(ExpertCall(1, (0, 2), (1, 2)), rows_CD).rows_CD.shape == rows_CD.shape
+    assert worker.run(ExpertCall(1, (2,), (3,)), rows_CD).rows_CD.shape == rows_CD.shape
+    with pytest.raises(ExpertRelocatedError, match=r"not all of experts \(1, 2\) of layer 1"):
+        worker.run(ExpertCall(1, (1, 2), (1, 2)), rows_CD)
 
 
 def test_a_replica_takes_over_at_once(folder: Path) -> None:
