@@ -6,7 +6,7 @@ sequences (so that Ray Serve sees the load and passes cancellation on), and its 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Iterator, Sequence
 from contextlib import suppress
 
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
@@ -83,7 +83,7 @@ class IngressStream:
         if not self.num_requests:
             self._filled.set()
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes, None]:
         """Yield messages with everything that is ready.
 
         Keepalive messages without content let either end detect the loss of the other. A stream without requests ends after a
@@ -127,7 +127,7 @@ class IngressStreams:
         """How many streams are open."""
         return len(self._streams)
 
-    async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
+    async def subscribe(self, ingress: str, replica: str) -> AsyncGenerator[bytes, None]:
         """Stream to one ingress, which is named ``node/name``. When the stream breaks, the ingress's requests are aborted.
 
         The loss of its machine does not break the stream, so they are also aborted when Ray declares the node dead. The stream
