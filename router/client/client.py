@@ -109,20 +109,26 @@ class AsyncClient:
 
     async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Return a batch job."""
-        return parse_job(await self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
+        return parse_job(
+            await self._call(self._batch.GetJob, messages.request_message(pb.GetJobRequest, job_id=job_id), timeout_s)
+        )
 
     async def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
         """Return the newest batch jobs first, starting behind the job ``after``."""
-        response = await self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
+        response = await self._call(
+            self._batch.ListJobs, messages.request_message(pb.ListJobsRequest, limit=limit, after=after), timeout_s
+        )
         return [parse_job(job) for job in response.jobs]
 
     async def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Cancel a batch job."""
-        return parse_job(await self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
+        return parse_job(
+            await self._call(self._batch.CancelJob, messages.request_message(pb.CancelJobRequest, job_id=job_id), timeout_s)
+        )
 
     async def watch_job(self, job_id: str) -> AsyncGenerator[Job, None]:
         """Yield the job now and after every change, until it has ended."""
-        request = pb.WatchJobRequest(job_id=job_id)
+        request = messages.request_message(pb.WatchJobRequest, job_id=job_id)
         while True:
             async with aclosing(self._resumed_stream(self._batch.WatchJob, lambda: request)) as responses:
                 async for response in responses:
@@ -134,7 +140,7 @@ class AsyncClient:
         """Yield every result from ``offset`` on, once, until the job has ended."""
 
         def request() -> pb.StreamResultsRequest:
-            return pb.StreamResultsRequest(job_id=job_id, offset=offset)
+            return messages.request_message(pb.StreamResultsRequest, job_id=job_id, offset=offset)
 
         async with aclosing(self._resumed_stream(self._batch.StreamResults, request)) as responses:
             async for response in responses:
@@ -156,10 +162,12 @@ class AsyncClient:
                 await self._sleep(self._retry_policy.pause(error, time.monotonic() - heard_at))
 
     async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:  # noqa: ANN401
+        messages.check_timeout(timeout_s)
         with messages.translate_errors(self._target, timeout_s):
             return await self._result(method(request, timeout=timeout_s, metadata=self._metadata))
 
     async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+        messages.check_timeout(timeout_s)
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with messages.translate_errors(self._target, timeout_s):

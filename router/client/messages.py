@@ -126,12 +126,39 @@ def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb
     return request
 
 
+def request_message(kind: type[M], **fields: Any) -> M:  # noqa: ANN401
+    """Make a message of these fields; those that are None are left out. Raises ConfigError."""
+    message = kind()
+    for name, value in fields.items():
+        if value is not None:
+            message.MergeFrom(_field(kind, name, value))
+    return message
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise ConfigError unless this is a number of seconds, or None."""
+    if not isinstance(timeout_s, int | float | None):
+        raise ConfigError(f"timeout_s is {timeout_s!r:.60}; it must be a number of seconds, or None")
+
+
 def _field(kind: type[M], name: str, value: Any) -> M:  # noqa: ANN401
     """Make a message with this field alone, so that an error can name it. Protobuf's own messages describe its internals."""
     try:
         return kind(**{name: value})
     except (TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{name} is {value!r:.60}, which it cannot be") from None
+        raise ConfigError(f"{name} is {value!r:.60}; it must be {_expected(kind, name)}") from None
+
+
+def _expected(kind: type[Message], name: str) -> str:
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None:
+        expected = "a mapping"
+    elif field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
+        expected = "a number"
+    else:
+        expected = {field.CPPTYPE_STRING: "a text", field.CPPTYPE_BOOL: "true or false"}.get(field.cpp_type, "a whole number")
+    is_list = field.is_repeated and field.message_type is None
+    return f"a list; each item is {expected}" if is_list else expected
 
 
 def _json(response_format: Any) -> str:  # noqa: ANN401
@@ -143,6 +170,8 @@ def _json(response_format: Any) -> str:  # noqa: ANN401
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     try:
+        if prompt is None:
+            raise TypeError
         return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
     except (TypeError, ValueError, AttributeError):
         raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
@@ -154,13 +183,19 @@ def submit_requests(
     """Make the messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
     if (source is None) == (url is None):
         raise ConfigError("a job needs either lines or a url")
-    first = pb.SubmitJobRequest(options=options_message(options), request_key=request_key)
-    if url is not None:
-        return iter([first, pb.SubmitJobRequest(url=url)])
+    if not isinstance(options, JobOptions):
+        raise ConfigError(f"options is {options!r:.60}; it must be a JobOptions")
+    first = request_message(pb.SubmitJobRequest, options=options_message(options), request_key=request_key)
+    if source is None:
+        return iter([first, request_message(pb.SubmitJobRequest, url=url)])
+    if not isinstance(source, bytes | str | os.PathLike):
+        raise ConfigError(f"source is {source!r:.60}; it must be JSON Lines as bytes, or the path of a file")
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else open(source or "", "rb")  # noqa: SIM115 - read later
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(source or '')!s} cannot be read: {error.strerror}") from error
+        file = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115 - read later
+    except (OSError, ValueError) as error:
+        path = os.fspath(source)
+        hint = "; JSON Lines are given as bytes, and a URL as url=..." if "://" in str(path) or "{" in str(path) else ""
+        raise ConfigError(f"{path!s:.200} cannot be read: {getattr(error, 'strerror', error)}{hint}") from error
     return _upload(first, file)
 
 

@@ -61,6 +61,6 @@ def parse_timeout(values: Sequence[str]) -> float:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN fails, too
         raise ParameterError(
-            f"the header must be given once, with seconds from 0 to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT_HEADER
+            f"the header must be given once, with seconds above 0, up to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT_HEADER
         )
     return seconds
