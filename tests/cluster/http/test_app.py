@@ -135,7 +135,7 @@ async def _harness(
         is_ready=is_ready,
         expert_load=expert_load,
         max_body_bytes=MAX_BODY,
-        writes_per_s=10**9,
+        pacer=Pacer(10**9),
         move_experts=move_experts,
     )
     server = HttpApp(config)
