@@ -826,7 +826,7 @@ class HeldHarness:
         self.release.set()
         await self.harness.becomes_idle()
         assert self.harness.router.scheduler.num_steps == num_steps
-        assert self.harness.server._pacer.num_streams == 0
+        assert self.harness.server._config.pacer.num_streams == 0
         response = await self.harness.post(GREEDY)
         assert response.status_code == 200
 

@@ -443,7 +443,7 @@ def test_hostile_messages_are_refused_and_the_server_continues() -> None:
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
-    """It is no message at all. One that is just small enough is parsed."""
+    """It is no message at all. One that is just small enough is parsed, and so is a larger part of a batch job."""
 
     async def scenario() -> None:
         async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
@@ -452,6 +452,10 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
                     await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
                 assert failure.value.code() == StatusCode.INVALID_ARGUMENT
                 assert reason in (failure.value.details() or "")
+            part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)]))
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await part
+            assert "is not a" in (failure.value.details() or "")
 
     asyncio.run(scenario())
 
