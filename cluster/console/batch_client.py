@@ -18,6 +18,7 @@ TIMEOUT = httpx.Timeout(30.0, read=600.0)  # the server stores a job of a millio
 RETRY_TIMEOUT_S = 600.0  # since the first failure, or the last time that the server asked to retry
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 WATCH_INTERVAL_S = 1.0
+BLOCK_BYTES = 2**16  # of a file, read at once; its lines may be long
 ENDED = ("completed", "cancelled", "failed", "expired")
 RETRY_STATUSES = (429, 500, 502, 503, 504)
 QUOTA_EXCEEDED = "quota_exceeded"  # the code of a 429 after which only the user can make room
@@ -124,7 +125,7 @@ class BatchClient:
 
         try:
             with file.open("rb") as opened:
-                if not any(line.strip() for line in opened):
+                if not any(block.strip() for block in iter(partial(opened.read, BLOCK_BYTES), b"")):
                     raise ConfigError(f"{file} has no lines; give one request per line")
             file_id = self._with_retries(upload)["id"]
         except OSError as error:

@@ -74,7 +74,7 @@ class HttpAppConfig:
     is_ready: Callable[[], Awaitable[bool]]
     expert_load: Callable[[], Awaitable[MeasuredLoad]]
     max_body_bytes: int
-    writes_per_s: int  # of all streams together, see ``Pacer``
+    pacer: Pacer
     move_experts: MoveExperts | None = None
     chat: ChatTemplate | None = None
     keys: ApiKeys = field(default_factory=ApiKeys)
@@ -94,7 +94,6 @@ class HttpApp:
         self._config, self._model, self._source = config, config.model, config.source
         self._bodies = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))  # one largest body fits
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
-        self._pacer = Pacer(config.writes_per_s)
         self._openapi_page: dict[str, Any] | None = None
         self._started_at = int(time.time())
 
@@ -235,7 +234,7 @@ class HttpApp:
         changes = answer.stream(source)
         first = await anext(changes)
         events = sse_events(
-            self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
+            self._config.pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
         )
         return SseResponse(events, changes)
 

@@ -70,9 +70,14 @@ class Pacer:
         self._writes_per_s = writes_per_s
         self.num_streams = 0
 
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two writes of one stream."""
+        return self.num_streams / self._writes_per_s
+
     async def wait_turn(self, last_write: float) -> None:
         """Wait until a stream that wrote at ``last_write`` (of the event loop's clock) may write again."""
-        wait = last_write + self.num_streams / self._writes_per_s - asyncio.get_running_loop().time()
+        wait = last_write + self.interval_s - asyncio.get_running_loop().time()
         if wait > 0:
             await asyncio.sleep(wait)
 

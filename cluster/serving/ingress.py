@@ -60,7 +60,9 @@ class IngressReplica(GrpcServicer):
         model, digest = load_checked_model(config, fingerprint), short_digest(fingerprint)
         node = ray.get_runtime_context().get_node_id()
         writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
-        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node, writes_per_s)
+        pacer = Pacer(writes_per_s)  # of streams over HTTP and gRPC together
+        max_unaccepted = model.max_sequences * config.max_pipelines
+        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.interval_s)
         application = serve.get_replica_context().app_name
         if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
             self._routers.drain()
@@ -74,17 +76,17 @@ class IngressReplica(GrpcServicer):
             self._batches.for_tenant,
             keys=keys,
             allow_peer=is_loopback if grpc_on_loopback_only else lambda _: True,
-            pace=Pacer(writes_per_s),
+            pace=pacer,
             max_message=config.max_body_bytes,
             id_of=serve_request_id,
         )
-        self._http_app = HttpApp(self._http_config(config, model, keys, writes_per_s, node, digest))
+        self._http_app = HttpApp(self._http_config(config, model, keys, pacer, node, digest))
         # What is loaded by now stays. A body of many lists starts full collections, of 0.1 s each if they had to visit it.
         gc.collect()
         gc.freeze()
 
     def _http_config(
-        self, config: EngineConfig, model: ServedModel, keys: ApiKeys, writes_per_s: int, node: str, digest: str
+        self, config: EngineConfig, model: ServedModel, keys: ApiKeys, pacer: Pacer, node: str, digest: str
     ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
         extra_routes = [*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()]
@@ -94,7 +96,7 @@ class IngressReplica(GrpcServicer):
             is_ready=self._routers.is_ready,
             expert_load=self._routers.expert_load,
             max_body_bytes=config.max_body_bytes,
-            writes_per_s=writes_per_s,
+            pacer=pacer,
             move_experts=self._routers.move_experts if config.move_experts else None,
             chat=load_chat_format(config, model),
             keys=keys,

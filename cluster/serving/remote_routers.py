@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ class RouterClient(RouterQueries):
     ``max_unaccepted``: see ``AdmissionWindow``.
     ``handover_grace_s``: how long a router that is to stop may finish its requests; longer ones move to another router.
     ``model``: ``short_digest`` of the model whose token ids we send. ``node``: Ray's id of our node.
-    ``writes_per_s``: to all clients together, see ``Pacer``; routers send tokens a little more often than each is written to.
+    ``write_interval_s``: how often each stream to a client is written to now; routers send tokens a little more often.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class RouterClient(RouterQueries):
         handover_grace_s: float = math.inf,
         model: str = "",
         node: str = "",
-        writes_per_s: float = math.inf,
+        write_interval_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(handle)
         self._window, self._model_key = AdmissionWindow(max_unaccepted), model_key(model)
         self._handover_grace_s = handover_grace_s
-        self._node, self._writes_per_s = node, writes_per_s
+        self._node, self._write_interval_s = node, write_interval_s
         self._name = self._new_name()
         self._numbers = itertools.count()
         self._outputs: dict[int, OutputQueue] = {}
@@ -201,9 +201,8 @@ class RouterClient(RouterQueries):
         while True:
             constraint = ONLY + only if only else exclude(self._silent | search.refused.keys())
             method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
-            write_interval_s = self._num_requests / self._writes_per_s
-            call = method.remote(self._name, number, specs, self._model_key, search.may_wait, write_interval_s)
-            outcome: bytes = await cancellable(call)
+            arguments = self._name, number, specs, self._model_key, search.may_wait, self._write_interval_s()
+            outcome: bytes = await cancellable(method.remote(*arguments))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_error(outcome)

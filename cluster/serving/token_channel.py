@@ -37,7 +37,7 @@ IDLE_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
 NUM_SILENCE_CHECKS = 10  # in that time
 PAUSE_SHARE = 0.4  # of the time between two writes of an ingress to one client
-MAX_PAUSE_S, MAX_URGENT_PAUSE_S = 0.5, 0.1
+MAX_PAUSE_S, MAX_URGENT_PAUSE_S, MIN_PAUSE_PER_REQUEST_S = 0.5, 0.1, 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,15 @@ class IngressStream:
     def pause_s(self) -> float:
         """Seconds after a message in which tokens gather for the next one.
 
-        A message has a cost of its own, whatever its length, and the ingress writes to its clients less often than tokens
-        come. It has 500 requests, of which 8 are here, and 100 writes per second: each client is written to every 5 s, and the
-        pause would be 2 s, so it is 0.5 s. When 1 of the 8 is left, 0.25 s.
+        A message has a cost of its own, and the ingress writes to its clients less often than tokens come. It has 500 streams,
+        of which 8 are here, and 100 writes per second: each client is written to every 5 s, and the pause would be 2 s, so it
+        is 0.5 s. When 1 of the 8 is left, 0.25 s. With 64 requests and no stream it is 64 ms.
         """
-        return min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S)
+        shortest = min(MIN_PAUSE_PER_REQUEST_S * self.num_requests, MAX_URGENT_PAUSE_S)
+        return max(shortest, min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S))
 
     def accept(self, write_interval_s: float) -> None:
-        """Note that a request has begun, and how often its ingress writes to each client now."""
+        """Note that a request has begun, and how often its ingress writes to each stream now."""
         self.num_requests += 1
         self._pause_per_request_s = PAUSE_SHARE * write_interval_s / self.num_requests
 
@@ -167,7 +168,7 @@ class IngressStreams:
         """Run one request to its end; its tokens go through the ingress's stream.
 
         ``may_wait``: whether the request is queued while the pipeline is being fenced again; otherwise it is refused then.
-        ``write_interval_s``: how often the ingress writes to each of its clients now.
+        ``write_interval_s``: how often the ingress writes to each stream to a client now.
         Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
         aborts the request.
         """

@@ -138,10 +138,13 @@ class GrpcServicer:
         """Stream the continuation of a prompt."""
         completion, source = await self._prepare(parse_generate, request, grpc_context)
         clock = asyncio.get_running_loop().time
-        self._pace.num_streams += 1
+        num_counted = 0
         try:
             async with aclosing(completion.stream(source)) as stream:
                 async for changes in stream:
+                    if not num_counted:  # while it waited, nothing was written to it
+                        num_counted = 1
+                        self._pace.num_streams += 1
                     response = await run_off_loop(completion.change_bytes, partial(to_generate_response, changes))
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
@@ -150,7 +153,7 @@ class GrpcServicer:
                     if not completion.is_finished:
                         await self._pace.wait_turn(clock())
         finally:
-            self._pace.num_streams -= 1
+            self._pace.num_streams -= num_counted
 
     @_respond(pb.ScoreResponse)
     async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> pb.ScoreResponse:

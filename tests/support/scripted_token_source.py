@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
+from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
@@ -85,7 +86,7 @@ def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: ob
             source=source,
             is_ready=_ready,
             expert_load=_load,
-            writes_per_s=10**9,
+            pacer=Pacer(10**9),
             **fields,
         )
     )

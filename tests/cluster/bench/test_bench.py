@@ -23,6 +23,7 @@ from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import charts as pictures
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
+from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
@@ -221,7 +222,7 @@ def test_the_real_server_gets_exactly_the_workload() -> None:
             is_ready=is_ready,
             expert_load=expert_load,
             max_body_bytes=2**16,
-            writes_per_s=10**9,
+            pacer=Pacer(10**9),
         )
         server = HttpApp(config)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://ingress")

@@ -135,7 +135,7 @@ async def _harness(
         is_ready=is_ready,
         expert_load=expert_load,
         max_body_bytes=MAX_BODY,
-        writes_per_s=10**9,
+        pacer=Pacer(10**9),
         move_experts=move_experts,
     )
     server = HttpApp(config)
@@ -826,7 +826,7 @@ class HeldHarness:
         self.release.set()
         await self.harness.becomes_idle()
         assert self.harness.router.scheduler.num_steps == num_steps
-        assert self.harness.server._pacer.num_streams == 0
+        assert self.harness.server._config.pacer.num_streams == 0
         response = await self.harness.post(GREEDY)
         assert response.status_code == 200
 

@@ -17,6 +17,7 @@ from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
 from tramontane.cluster.common.signals import SIGNALS, SignalCounter
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
+from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
@@ -100,7 +101,7 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
             is_ready=routers.is_ready,
             expert_load=routers.expert_load,
             max_body_bytes=2**16,
-            writes_per_s=10**9,
+            pacer=Pacer(10**9),
         )
         server = HttpApp(config)
         async with client_for(server.app()) as client:

@@ -6,11 +6,11 @@ import pytest
 from scripted_chain import ScriptedChain
 from virtual_time import run_in_virtual_time
 
-from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStream, IngressStreams, model_key
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStream, IngressStreams, _Delivery, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -22,11 +22,22 @@ STEP_S = 0.03
 
 @pytest.mark.parametrize(
     ("write_interval_s", "num_requests", "num_ended", "pause_s"),
-    [(0.0, 3, 0, 0.0), (0.0025, 1, 0, 0.001), (0.16, 64, 0, 0.064), (0.16, 64, 63, 0.001), (5.0, 8, 0, 0.5), (5.0, 8, 7, 0.25)],
+    [
+        (0.0025, 1, 0, 0.001),
+        (0.16, 16, 0, 0.064),
+        (0.16, 16, 15, 0.004),
+        (5.0, 8, 0, 0.5),
+        (5.0, 8, 7, 0.25),
+        (0.0, 64, 0, 0.064),
+        (0.0, 64, 61, 0.003),
+        (0.0, 500, 0, 0.1),
+        (0.0, 500, 500, 0.0),
+    ],
 )
 def test_a_pause_is_a_part_of_the_time_between_two_writes_of_a_stream(
     write_interval_s: float, num_requests: int, num_ended: int, pause_s: float
 ) -> None:
+    """And at least 1 ms per request, up to 0.1 s: answers that are not streamed are not written."""
     stream = IngressStream()
     for _ in range(num_requests):
         stream.accept(write_interval_s)
@@ -91,6 +102,48 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
         await asyncio.gather(reading, driving, return_exceptions=True)
         assert streams.num_open == 0, "it was cancelled in a pause"
         assert [each for each in received if each[1]] == [(0.1, 3), (0.5, 13), (0.9, 13), (1.2, 11)]
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize(
+    ("second", "arrives"),
+    [(TokenEvent(0, 7), 0.4), (TokenEvent(0, 7, FinishReason.STOP), 0.2), (PipelineError("a failure"), 0.2)],
+)
+def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
+    second: TokenEvent | TramontaneError, arrives: float
+) -> None:
+    async def scenario() -> None:
+        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[float]()
+        stream.accept(1.0)
+        delivery = _Delivery(stream, 0, 2)
+
+        async def read() -> None:
+            async for message in stream.messages():
+                received.extend(round(now(), 2) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+
+        reading = asyncio.create_task(read())
+        delivery.put(_token(1))
+        await asyncio.sleep(0.2)
+        delivery.put(second if isinstance(second, TramontaneError) else RequestOutput((second,), _token(1).times))
+        await asyncio.sleep(0.3)
+        reading.cancel()
+        assert received == [0.0, arrives]
+
+    run_in_virtual_time(scenario())
+
+
+def test_what_is_urgent_while_a_message_is_being_sent_waits_for_the_shorter_pause() -> None:
+    async def scenario() -> None:
+        stream, now = IngressStream(), asyncio.get_running_loop().time
+        stream.accept(1.0)
+        messages = stream.messages()
+        assert await anext(messages) == KEEPALIVE
+        stream.put(0, _token(1))
+        await anext(messages)
+        stream.put(0, _token(2), is_urgent=True)
+        await anext(messages)
+        assert now() == pytest.approx(0.1)
 
     run_in_virtual_time(scenario())
 

@@ -307,6 +307,20 @@ def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so(around: S
     _run(around, scenario)
 
 
+def test_what_an_ingress_says_about_a_request_reaches_its_stream(around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(replica: RouterReplica) -> None:
+        async def generate(_router: object, *arguments: object) -> bytes:
+            given.append(arguments)
+            return b"done"
+
+        monkeypatch.setattr(replica._streams, "generate", generate)
+        assert await replica.generate("ingress", 5, b"specs", "model", False, 0.25) == b"done"
+
+    given = list[tuple[object, ...]]()
+    _run(around, scenario)
+    assert given == [("ingress", 5, b"specs", "model", False, 0.25)]
+
+
 def test_a_router_that_lost_its_lease_is_not_healthy(around: Surroundings) -> None:
     async def scenario(replica: RouterReplica) -> None:
         around.router.change(is_ready=False, failure=LeaseError("driven by another"))

@@ -281,6 +281,40 @@ def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, b
     asyncio.run(scenario())
 
 
+def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn() -> None:
+    """Requests that wait for a slot would make the writes of all streams rare."""
+
+    class Pace:
+        def __init__(self) -> None:
+            self.num_streams = 0
+            self.counts: list[int] = []
+
+        async def wait_turn(self, _last_write: float) -> None:
+            self.counts.append(self.num_streams)
+
+    async def scenario() -> None:
+        gate, pace = asyncio.Event(), Pace()
+
+        async def wait(_batch: MicroBatch) -> None:
+            await gate.wait()
+
+        async def read() -> int:
+            return len([piece async for piece in harness.client.generate("a", max_tokens=9)])
+
+        async with _harness(wait, pace=pace) as harness:
+            reading = asyncio.create_task(read())
+            while not harness.router.num_requests:
+                await asyncio.sleep(0)
+            assert pace.num_streams == 0
+            gate.set()
+            num_pieces = await reading
+            assert num_pieces > 1
+            assert pace.counts == [1] * (num_pieces - 1), "after the last one there is none to wait for"
+            assert pace.num_streams == 0
+
+    asyncio.run(scenario())
+
+
 def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
     async def ends(harness: Harness, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
         async with grpc.aio.insecure_channel(harness.target) as channel:
@@ -443,7 +477,7 @@ def test_hostile_messages_are_refused_and_the_server_continues() -> None:
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
-    """It is no message at all. One that is just small enough is parsed."""
+    """It is no message at all. One that is just small enough is parsed, and so is a larger part of a batch job."""
 
     async def scenario() -> None:
         async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
@@ -452,6 +486,10 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_parsed() -> None:
                     await channel.unary_unary("/tramontane.v1.Inference/Score")(b"\xff" * num_bytes)
                 assert failure.value.code() == StatusCode.INVALID_ARGUMENT
                 assert reason in (failure.value.details() or "")
+            part = channel.stream_unary("/tramontane.v1.BatchJobs/SubmitJob")(iter([b"\xff" * (MAX_MESSAGE_BYTES + 1)]))
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await part
+            assert "is not a" in (failure.value.details() or "")
 
     asyncio.run(scenario())
 
