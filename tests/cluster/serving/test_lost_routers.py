@@ -12,7 +12,7 @@ import pytest
 from harness import merge_outputs
 from scripted_chain import ReportingChain, answer
 
-from tramontane.cluster.serving import retry_policy
+from tramontane.cluster.serving import retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.retry_policy import FailoverBudget, WaitingRequest, most_useful_error
@@ -301,6 +301,7 @@ def test_losses_do_not_add_up_where_tokens_came_between() -> None:
 def test_every_token_of_a_request_resets_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve routers die after one micro-batch each, and the request ends with all its tokens."""
     monkeypatch.setattr(retry_policy, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(token_channel, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=40))
     num_lost = retry_policy.MAX_LOSSES + 2
 

@@ -358,8 +358,9 @@ def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stream_that_broke_on_one_side_is_opened_anew() -> None:
+def test_a_stream_that_broke_on_one_side_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router believes that it still answers through it. The request continues where it was."""
+    monkeypatch.setattr(token_channel, "MIN_PAUSE_PER_REQUEST_S", 0.0)  # each token is a message
 
     async def scenario() -> None:
         replica = Replica("a")
