@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 from collections.abc import Generator, Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
@@ -33,7 +34,8 @@ def _no_stray_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    """A test that draws from torch's own generator draws the same at every run, whatever ran before it."""
+    """A test that draws from Python's or torch's own generator draws the same at every run, whatever ran before it."""
+    random.seed(0)
     torch.manual_seed(0)
 
 
