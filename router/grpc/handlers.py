@@ -5,6 +5,7 @@ Unlike the generated code it passes bytes that cannot be parsed to the servicer,
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import grpc
@@ -58,7 +59,7 @@ def _handler(method: MethodDescriptor, implementation: Callable[..., Any]) -> An
     make = kinds[method.client_streaming, method.server_streaming]
     max_bytes = None if method.client_streaming else MAX_MESSAGE_BYTES
     parse = _parser(GetMessageClass(method.input_type), max_bytes)
-    return make(implementation, parse, GetMessageClass(method.output_type).SerializeToString)
+    return make(implementation, parse, methodcaller("SerializeToString"))  # the answer may be a SerializedMessage
 
 
 def _parser(kind: type[Message], max_bytes: int | None) -> Callable[[bytes], Message | MalformedMessage]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -16,6 +17,18 @@ from tramontane.router.openai.served_model import ServedModel
 
 PROMPT_FIELDS = ("text", "token_ids")
 FINISH_REASONS = {reason.value: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
+PIECE_TOKENS = 1024  # of an answer to Score; protobuf holds Python's interpreter lock while it serializes a message
+
+
+@dataclass(frozen=True, slots=True)
+class SerializedMessage:
+    """A message that is serialized already, because gRPC and Ray Serve would do so on their event loops."""
+
+    data: bytes = b""
+
+    def SerializeToString(self) -> bytes:
+        """Return the bytes of the message."""
+        return self.data
 
 
 def parse_generate(request: pb.GenerateRequest) -> CompletionRequest:
@@ -94,10 +107,17 @@ def token_logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
     ]
 
 
-def to_score_response(result: Mapping[str, Any]) -> pb.ScoreResponse:
-    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as ``encode_and_free`` does."""
-    tokens = token_logprobs(result["choices"].pop()["logprobs"])
-    return pb.ScoreResponse(tokens=tokens, usage=pb.Usage(**result["usage"]))
+def to_score_response(result: Mapping[str, Any]) -> SerializedMessage:
+    """Convert what ``Completion.run`` returns for a request of ``parse_score``, and free it as ``encode_and_free`` does.
+
+    A piece is a ScoreResponse of its own: protobuf merges messages that follow each other, so that their tokens are one list.
+    """
+    logprobs = result["choices"].pop()["logprobs"]
+    pieces = [pb.ScoreResponse(usage=pb.Usage(**result["usage"])).SerializeToString()]
+    for start in range(0, len(logprobs["tokens"]), PIECE_TOKENS):
+        piece = {name: column and column[start : start + PIECE_TOKENS] for name, column in logprobs.items()}
+        pieces.append(pb.ScoreResponse(tokens=token_logprobs(piece)).SerializeToString())
+    return SerializedMessage(b"".join(pieces))
 
 
 def to_models_response(model: ServedModel) -> pb.ModelsResponse:

@@ -20,6 +20,7 @@ from tramontane.proto.request import Identity, request_fields
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, MalformedMessage, reflection_responses
 from tramontane.router.grpc.jobs import coalesce, parse_limit, submit, validate_offset
 from tramontane.router.grpc.messages import (
+    SerializedMessage,
     parse_generate,
     parse_score,
     to_generate_response,
@@ -155,9 +156,9 @@ class GrpcServicer:
         finally:
             self._pace.num_streams -= num_counted
 
-    @_respond(pb.ScoreResponse)
-    async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> pb.ScoreResponse:
-        """Return the log-probabilities of a prompt."""
+    @_respond(SerializedMessage)
+    async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> SerializedMessage:
+        """Return the log-probabilities of a prompt, as a ScoreResponse."""
         completion, source = await self._prepare(parse_score, request, grpc_context)
         result = await completion.run(source)
         return await run_off_loop(completion.answer_bytes, lambda: to_score_response(result))

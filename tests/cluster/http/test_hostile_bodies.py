@@ -175,7 +175,7 @@ def test_the_event_loop_formats_no_large_answer(
     async def over_grpc() -> None:
         servicer = GrpcServicer(LARGE_MODEL, source)
         if target == "Score":
-            assert (await servicer.Score(pb.ScoreRequest.FromString(content), _Context())).tokens
+            assert (await servicer.Score(pb.ScoreRequest.FromString(content), _Context())).data
         else:
             assert [each async for each in servicer.Generate(pb.GenerateRequest.FromString(content), _Context())]
 

@@ -44,7 +44,7 @@ from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.handlers import MAX_MESSAGE_BYTES, add_batch_jobs, add_inference
 from tramontane.router.grpc.jobs import coalesce, submit
-from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
+from tramontane.router.grpc.messages import PIECE_TOKENS, parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS
 from tramontane.router.openai.completion import Completion
@@ -511,13 +511,27 @@ def test_a_defect_is_reported_as_one_and_logged(caplog: pytest.LogCaptureFixture
 def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
     reported = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
     usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
-    score = to_score_response({"choices": [{"logprobs": reported}], "usage": usage})
+    answer = to_score_response({"choices": [{"logprobs": reported}], "usage": usage})
+    score = pb.ScoreResponse.FromString(answer.SerializeToString())
     first, second = score.tokens
     assert (first.token, first.HasField("logprob")) == ("a", False)
     assert (second.token, second.logprob) == ("b", -0.5)
     assert [(top.token, top.logprob) for top in second.top] == [("b", -0.5), ("c", -2.0)]
     assert score.usage.total_tokens == 2
     assert token_logprobs(None) == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, PIECE_TOKENS - 1, PIECE_TOKENS, 2 * PIECE_TOKENS + 1])
+@pytest.mark.parametrize("has_tops", [False, True])
+def test_a_long_score_is_serialized_in_pieces_as_if_at_once(num_tokens: int, has_tops: bool) -> None:
+    tops = [{f"other {n}": -float(n)} for n in range(num_tokens)] if has_tops else None
+    columns = {"tokens": [str(n) for n in range(num_tokens)], "token_logprobs": [-n / 8 for n in range(num_tokens)]}
+    logprobs = columns | {"top_logprobs": tops}
+    usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+    whole = pb.ScoreResponse(tokens=token_logprobs(logprobs), usage=pb.Usage(**usage))
+    choices = [{"logprobs": logprobs}]
+    assert pb.ScoreResponse.FromString(to_score_response({"choices": choices, "usage": usage}).data) == whole
+    assert not choices, "freed in the thread that serializes"
 
 
 # ---- BatchJobs
