@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -124,12 +123,11 @@ async def sse_events(
     pacer.num_streams += 1
     try:
         async with aclosing(changes):
-            ready = (b"" if opening is None else _event(opening)) + await _changes_event(answer, first)
+            ready = await _events(answer, first, includes_usage, before=b"" if opening is None else _event(opening))
             while not answer.is_finished:
                 yield SseChunk(ready, answer.take_updates())
                 await pacer.wait_turn(clock())
-                ready = await _changes_event(answer, await anext(changes))
-        ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
+                ready = await _events(answer, await anext(changes), includes_usage)
         yield SseChunk(ready, answer.take_updates(), is_last=True)
     except TramontaneError as error:
         yield SseChunk(format_event(bytes(log_and_respond(error, request_id).body)), [], is_last=True)
@@ -137,11 +135,15 @@ async def sse_events(
         pacer.num_streams -= 1
 
 
-async def _changes_event(answer: StreamingAnswer, changes: list[Any]) -> bytes:
-    chunk = answer.chunk(changes)
+async def _events(answer: StreamingAnswer, changes: list[Any], includes_usage: bool, before: bytes = b"") -> bytes:
+    """Return one write: ``before``, the event of these changes and, with the last ones, the end of the stream."""
+    chunk, after = answer.chunk(changes), b""
+    if answer.is_finished:
+        after = (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
     if not answer.change_bytes:  # nearly always
-        return _event(chunk)
-    return format_event(await run_off_loop(answer.change_bytes, partial(encode_and_free, chunk)))
+        return before + _event(chunk) + after
+    # An event may have 16 MiB, of which each copy takes milliseconds.
+    return await run_off_loop(answer.change_bytes, lambda: before + format_event(encode_and_free(chunk)) + after)
 
 
 def _event(data: dict[str, Any]) -> bytes:

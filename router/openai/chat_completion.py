@@ -53,13 +53,20 @@ async def encode_chat(
             model.tokenizer.check_length("".join(texts), model.max_model_len)
         if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
             return template.encode(messages)
-        return await asyncio.to_thread(_encode_large, template, messages, tools)
+        return await asyncio.to_thread(_encode_large, model, template, messages, tools)
     except RequestError as error:
         raise ParameterError(str(error), "messages") from error
 
 
-def _encode_large(template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, ...]:
-    """Encode in a thread. Raises ParameterError for texts whose JSON, which templates parse, has too many elements."""
+def _encode_large(
+    model: ServedModel, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+) -> tuple[int, ...]:
+    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
+
+    Templates parse that JSON.
+    """
+    if model.tokenizer is not None:
+        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
     for message in messages:
         for call in message.tool_calls:
             check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")

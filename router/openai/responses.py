@@ -15,8 +15,8 @@ def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: Val
     return validate(value) if info.mode == "json" else value
 
 
-# Log-probabilities and expert ids: an answer may have half a million of them, and to validate them would take several times as
-# long as to write them as JSON. So they are only validated where JSON is read, which tests do.
+# Token ids, log-probabilities and expert ids: an answer may have millions of them, and to validate them would take several times
+# as long as to write them as JSON. So they are only validated where JSON is read, which tests do.
 Bulk = Annotated[T, WrapValidator(_validate_json)]
 
 
@@ -31,7 +31,7 @@ def encode_and_free(answer: dict[str, Any]) -> bytes:
     To free half a million values takes long, so the thread that encodes them does it. They are encoded piece by piece: the
     encoder holds Python's interpreter lock until it returns.
     """
-    encoded = "".join(_json_pieces(answer, 0)).encode()
+    encoded = b"".join(map(str.encode, _json_pieces(answer, 0)))
     answer["choices"].clear()
     return encoded
 
@@ -108,8 +108,8 @@ class PromptToken(Answer):
 class _Choice(Answer):
     index: int
     finish_reason: FinishReason | None
-    token_ids: list[int] = Field(default=[], description="with return_token_ids")
-    prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    token_ids: Bulk[list[int]] = Field(default=[], description="with return_token_ids")
+    prompt_token_ids: Bulk[list[int] | None] = Field(None, description="with return_token_ids")
     prompt_experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
     experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
     prompt_logprobs: Bulk[list[dict[str, PromptToken] | None]] = Field(default=[], description="with prompt_logprobs")

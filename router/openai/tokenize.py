@@ -79,8 +79,13 @@ def _given(request: TokenizeRequest) -> str:
 
 async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     tokenizer = _require_tokenizer(model, "prompt")
-    tokenizer.check_length(text, model.max_model_len)
-    return await offload_if_large(len(text), lambda: tokenizer.encode(text))
+
+    def encode() -> tuple[int, ...]:
+        tokenizer.check_length(text, model.max_model_len)
+        tokenizer.check_num_tokens(text, model.max_model_len)
+        return tokenizer.encode(text)
+
+    return await offload_if_large(len(text), encode)
 
 
 async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:

@@ -35,6 +35,9 @@ from tramontane.router.openai import tokenize
 from tramontane.router.openai.body_bounds import MAX_GROUPS, MAX_ITEMS, MAX_MEMBERS, SMALL_BODY, count_elements
 from tramontane.router.openai.choice_text import ChoiceBuilder
 from tramontane.router.openai.completion import BYTES_PER_VALUE, Completion
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+from tramontane.router.tokenization.tokenizer import PIECE_CHARS
 
 SHARE = 0.2  # of the largest answers
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -217,6 +220,50 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     watch(servicer_module, "to_score_response", lambda result: len(repr(result)) // 2)
     yield done
     assert not faults, faults[:5]
+
+
+MANY_TOKENS = "\U0001f600" * 2**19  # four tokens each
+
+
+@pytest.mark.parametrize(
+    ("target", "content"),
+    [
+        ("/v1/completions", {"prompt": MANY_TOKENS}),
+        ("/tokenize", {"prompt": MANY_TOKENS}),
+        ("/tokenize", {"messages": [{"role": "user", "content": MANY_TOKENS}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": MANY_TOKENS}]}),
+        ("Score", MANY_TOKENS),
+    ],
+)
+def test_no_tokenizer_makes_a_list_of_millions_of_ids(
+    target: str,
+    content: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would hold the interpreter lock until then, in any thread."""
+    encode, lengths, loop_thread = SentencePieceTokenizer._encode, list[int](), threading.get_ident()
+
+    def watched(tokenizer: SentencePieceTokenizer, text: str) -> tuple[int, ...]:
+        assert threading.get_ident() != loop_thread
+        lengths.append(len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(SentencePieceTokenizer, "_encode", watched)
+    monkeypatch.setattr(MistralChatTemplate, "encode", lambda *_: pytest.fail("the template got it"))
+
+    async def over_http() -> str:
+        async with client_for(http_app_for(ScriptedSource(), LARGE_MODEL, max_body_bytes=MAX_BODY).app()) as client:
+            return (await client.post(target, json=content)).text
+
+    async def over_grpc() -> str:
+        with pytest.raises(ParameterError) as caught:
+            servicer = GrpcServicer(LARGE_MODEL, ScriptedSource())
+            await servicer._prepare(grpc_messages.parse_score, pb.ScoreRequest(text=content), _Context())
+        return str(caught.value)
+
+    answer = asyncio.run(over_http() if target.startswith("/") else over_grpc())
+    assert f"there is room for {LARGE_MODEL.max_model_len}" in answer
+    assert lengths == [PIECE_CHARS]
 
 
 def test_json_within_texts_of_a_conversation_is_bounded_like_a_body() -> None:

@@ -172,7 +172,7 @@ def test_a_page_that_is_paused_stands_still_and_sends_no_requests(ui: UiHarness)
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(ui: UiHarness, kind: str) -> None:
     page = ui.page()
-    page.check(f"input[value={kind}]", force=True)
+    page.locator(f"label:has(input[value={kind}])").click()
     ui.source.held_at = 3
     page.fill("#prompt", "What news?")
     page.click("#send")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import write_tokenizer
 
 from tramontane.proto.errors import RequestError
+from tramontane.router.tokenization import tokenizer as tokenizer_module
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -88,3 +89,23 @@ def test_a_text_is_too_long_if_even_its_longest_pieces_are_too_many(tokenizer: T
     tokenizer.check_length("a" * (7 * longest), 7)
     with pytest.raises(RequestError, match=f"{7 * longest + 1} characters is too long; there is room for 7 tokens"):
         tokenizer.check_length("a" * (7 * longest + 1), 7)
+
+
+def test_a_long_text_of_far_too_many_tokens_is_found_out_piece_by_piece(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "UNCHECKED_CHARS", 40)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 16)
+    encode, lengths = tokenizer.encode, list[int]()
+    monkeypatch.setattr(tokenizer, "encode", lambda text: (lengths.append(len(text)), encode(text))[1])
+    text = "one two three " * 20
+    num_tokens = sum(len(encode(text[start : start + 16])) for start in range(0, len(text), 16))
+    tokenizer.check_num_tokens(text, (num_tokens + 1) // 2)
+    assert lengths == [16] * 17 + [8], "to its end"
+    lengths.clear()
+    with pytest.raises(RequestError, match=r"the text has more than \d+ tokens; there is room for 12"):
+        tokenizer.check_num_tokens(text, 12)
+    assert 1 < len(lengths) < 17, "only until it is known"
+    lengths.clear()
+    tokenizer.check_num_tokens(text[:40], 1)
+    assert not lengths, "a short text is not tokenized twice"
