@@ -22,7 +22,13 @@ LOGPROBS = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs"
 CHAT_TOKEN = {"token": "a", "logprob": -0.5, "bytes": [97]}
 CHAT_LOGPROBS = {"content": [CHAT_TOKEN | {"top_logprobs": [CHAT_TOKEN]}], "refusal": None}
 EXPERTS = {"0": [[1, 2]], "3": [[0, 1], [2, 3]]}
-BULK = {"prompt_experts": EXPERTS, "experts": EXPERTS, "prompt_logprobs": [None, {"7": {"logprob": -0.5, "decoded_token": "a"}}]}
+BULK = {
+    "token_ids": [7, 8],
+    "prompt_token_ids": [1, 7],
+    "prompt_experts": EXPERTS,
+    "experts": EXPERTS,
+    "prompt_logprobs": [None, {"7": {"logprob": -0.5, "decoded_token": "a"}}],
+}
 HEAD = {"index": 0, "finish_reason": "stop"}
 MESSAGE = {"role": "assistant", "content": "a", "refusal": None}
 CHOICES: dict[type[Answer], dict[str, Any]] = {
@@ -39,6 +45,8 @@ MISTAKES: list[tuple[type[Answer], list[str | int], object]] = [
     (CompletionChoice, ["prompt_logprobs", 1, "7", "rank"], 1),
     (CompletionChoice, ["prompt_experts", "3", 1, 0], "2"),
     (CompletionChoice, ["experts", "0", 0], 1),
+    (CompletionChoice, ["token_ids", 1], "8"),
+    (ChatChoice, ["prompt_token_ids", 1], "7"),
     (ChatChoice, ["logprobs", "content", 0, "logprob"], "-0.5"),
     (ChatChoice, ["logprobs", "content", 0, "top_logprobs", 0, "bytes"], "a"),
     (ChatChunkChoice, ["logprobs", "content", 0, "logprob"], None),
