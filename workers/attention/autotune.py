@@ -1,11 +1,13 @@
-"""Choice of a stage's attention kernels: on a GPU the fastest of those that run and agree with PyTorch's attention.
+"""Choice of a stage's attention kernels: the fastest of those that run on its device and agree with PyTorch's attention.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -15,8 +17,9 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
+from tramontane.workers.attention.native_backend import CompilerError, native_decode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
-from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
+from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, GatheredDecode, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.self_test import assert_close_norm, one_line
 
@@ -144,9 +147,9 @@ def select_fastest(
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Choose the kernels of a stage: those for CPUs, or the fastest ones on its GPU, or PyTorch's without xformers."""
+    """Choose the kernels of a stage: the fastest ones on its device, or PyTorch's without a C compiler or without xformers."""
     if device.type == "cpu":
-        return cpu_kernels()
+        return _select_for_cpu(plan)
     try:
         # xformers is not installed on every platform.
         from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
@@ -166,6 +169,20 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
             for num_tokens in (FEW_TOKENS, MANY_TOKENS)
         )
     return AttentionKernels(prefill, BatchSizeDispatch(few, many, FEW_TOKENS))
+
+
+@cache  # for tests, which start many equal stages in one process
+def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
+    """Choose between the kernel in C and PyTorch's attention to gathered keys."""
+    device, others = torch.device("cpu"), cpu_kernels()
+    try:
+        kernels: dict[str, DecodeKernel] = {"pages in place": native_decode(plan), "gathered keys": GatheredDecode()}
+    except CompilerError as error:
+        logger.info("single tokens are computed by PyTorch's attention, two to four times as slow as the kernel in C: %s", error)
+        return others
+    with torch.inference_mode():
+        correctness, timing = (cases(plan, device, FEW_TOKENS) for cases in (correctness_cases, timing_cases))
+        return AttentionKernels(others.prefill, _choose_decode(correctness, timing, kernels, cpu_seconds))
 
 
 def _choose_prefill(
@@ -198,6 +215,17 @@ def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]
 
 def _concat(outs: list[Tensor]) -> Tensor:
     return torch.cat([out.flatten() for out in outs])
+
+
+def cpu_seconds(compute: Compute, rounds: int = 5) -> float:
+    """Return the shortest of several rounds, after one that does not count: other processes only add to it."""
+    compute()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        compute()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def cuda_seconds(compute: Compute, rounds: int = 10) -> float:

@@ -256,8 +256,8 @@ def test_no_tokenizer_makes_a_list_of_millions_of_ids(
             return (await client.post(target, json=content)).text
 
     async def over_grpc() -> str:
+        servicer = GrpcServicer(LARGE_MODEL, ScriptedSource())
         with pytest.raises(ParameterError) as caught:
-            servicer = GrpcServicer(LARGE_MODEL, ScriptedSource())
             await servicer._prepare(grpc_messages.parse_score, pb.ScoreRequest(text=content), _Context())
         return str(caught.value)
 

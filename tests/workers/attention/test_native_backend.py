@@ -1,0 +1,187 @@
+"""The kernel in C computes what PyTorch's attention does, for each token on its own; without a compiler PyTorch does it."""
+
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_args, tiny_plan
+from torch import Tensor
+
+from tramontane.proto.plan import WindowClass, ring_pages
+from tramontane.workers.attention import autotune
+from tramontane.workers.attention.metadata import DecodeMetadata, build_decode_metadata
+from tramontane.workers.attention.native_backend import CompilerError, NativeDecode, _compile
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
+from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode
+
+CPU = torch.device("cpu")
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # relative, by norms: the rounding of the result
+MAX_LEN = 320
+# Positions at the borders of pages and windows, and in any order.
+STARTS = [0, 1, 15, 16, 17, 63, 64, 299, 31, 128, 5]
+
+needs_compiler = pytest.mark.usefixtures("compiler")
+
+
+@pytest.fixture
+def compiler() -> None:
+    try:
+        _compile(8, 1, 16, "float32")
+    except CompilerError as error:
+        pytest.skip(f"the kernel in C needs a compiler: {error}")
+
+
+def _case(
+    window: int | None, page_size: int, heads: tuple[int, int], head_dim: int, dtype: str, starts: list[int]
+) -> tuple[Tensor, LayerCache, DecodeMetadata]:
+    """Queries, a cache in which the rows that no token sees are NaN, and the index of single tokens at these positions."""
+    entries = ring_pages(window, page_size, MAX_LEN)
+    ring = PageRings(WindowClass(window, entries, entries * len(starts)), page_size, len(starts), CPU)
+    pages = torch.randperm(entries * len(starts), generator=torch.Generator().manual_seed(1)).tolist()
+    for slot in range(len(starts)):
+        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
+    ring.flush()
+    slots, positions = torch.arange(len(starts)), torch.tensor(starts)
+    index = build_decode_metadata(ring, slots, positions, padded_width(starts, ring), starts)
+    torch.manual_seed(0)
+    cache = LayerCache(*(torch.full(((ring.num_pages + 1) * page_size, heads[1], head_dim), torch.nan) for _ in range(2)))
+    for slot, start in enumerate(starts):
+        seen = torch.arange(ring.first_visible(start), start + 1)
+        rows = ring.rows(torch.full_like(seen, slot), seen)
+        cache.write(rows, *(torch.randn(len(seen), heads[1], head_dim) for _ in range(2)))
+    kind = getattr(torch, dtype)
+    return torch.randn(len(starts), heads[0], head_dim).to(kind), LayerCache(cache.k_NGd.to(kind), cache.v_NGd.to(kind)), index
+
+
+def _expected(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
+    """In float64; PyTorch multiplies also what a mask hides, so that is zero there."""
+    reference = PagedDecode()
+    exact = LayerCache(*(x.double().nan_to_num() for x in (cache.k_NGd, cache.v_NGd)))
+    return reference.attend(q.double(), exact, reference.build_mask(index))
+
+
+def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
+    kernel = _compile(q.shape[2], q.shape[1] // cache.k_NGd.shape[1], index.ring.page_size, str(q.dtype).removeprefix("torch."))
+    return kernel.attend(q, cache, kernel.build_mask(index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 64, 3, 20])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((8, 1), 128)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
+    window: int | None, page_size: int, heads: tuple[int, int], head_dim: int, dtype: str
+) -> None:
+    q, cache, index = _case(window, page_size, heads, head_dim, dtype, STARTS)
+    out, expected = _native(q, cache, index), _expected(q, cache, index)
+    assert out.dtype == q.dtype
+    differences = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert differences.max() < TOLERANCE[dtype], differences
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_it_computes_depends_on_no_other_token_and_on_no_number_of_threads(dtype: str) -> None:
+    q, cache, index = _case(64, 16, (6, 2), 20, dtype, STARTS)
+    together = _native(q, cache, index)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, len(STARTS) + 1):  # with the last, heads of a token are computed by several
+            torch.set_num_threads(number)
+            assert torch.equal(_native(q, cache, index), together)
+            for i, start in enumerate(STARTS):
+                own = slice(i, i + 1)
+                alone = build_decode_metadata(index.ring, index.slots[own], index.positions[own], index.num_pages, [start])
+                assert torch.equal(_native(q[own], cache, alone), together[own])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scores_of_any_size_have_weights(dtype: str) -> None:
+    q, cache, index = _case(None, 16, (4, 2), 8, dtype, STARTS)
+    for factor in (0.0, 1e-3, 300.0, -300.0):
+        out, expected = _native(q * factor, cache, index), _expected(q * factor, cache, index)
+        assert (out.double() - expected).norm() / expected.norm() < 4 * TOLERANCE[dtype], factor
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_key_or_value_that_is_nan_is_not_hidden(dtype: str) -> None:
+    for name in ("k_NGd", "v_NGd"):
+        q, cache, index = _case(None, 16, (4, 2), 8, dtype, STARTS)
+        getattr(cache, name)[index.write_rows[3], 1] = torch.nan
+        is_nan = _native(q, cache, index).isnan().flatten(2).any(dim=2)
+        expected = torch.zeros_like(is_nan)
+        expected[3, 2:] = True  # the query heads of key/value head 1
+        assert torch.equal(is_nan, expected)
+
+
+@needs_compiler
+def test_queries_may_be_a_part_of_a_wider_tensor() -> None:
+    q, cache, index = _case(None, 16, (4, 2), 8, "float32", STARTS)
+    wide = torch.cat([q, q * 2], dim=2)
+    assert torch.equal(_native(wide[..., :8], cache, index), _native(q, cache, index))
+
+
+@pytest.mark.parametrize(("seconds", "kind"), [({"pages in place": 1.0}, NativeDecode), ({"gathered keys": 1.0}, GatheredDecode)])
+@needs_compiler
+def test_a_stage_on_a_cpu_takes_the_faster_one(
+    seconds: dict[str, float], kind: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter([seconds.get(name, 2.0) for name in ("pages in place", "gathered keys")])
+    monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(times))
+    plan = tiny_plan(tiny_args(), 1).stages[0]
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
+        chosen = autotune._select_for_cpu.__wrapped__(plan)
+    assert type(chosen.decode) is kind
+    assert f"decode of 4 by {next(iter(seconds))} (pages in place" in caplog.text
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], NativeDecode]:
+    """Compiles with another compiler, without what was compiled before."""
+
+    def compile_with(command: str) -> NativeDecode:
+        monkeypatch.setenv("CC", command)
+        return _compile.__wrapped__(8, 2, 16, "float32")
+
+    return compile_with
+
+
+def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
+    fresh: Callable[[str], NativeDecode], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CompilerError, match="there is no C compiler no-such-cc; Debian's package gcc has one"):
+        fresh("no-such-cc")
+    monkeypatch.setattr(autotune, "native_decode", lambda _plan: fresh("no-such-cc"))
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
+        chosen = autotune._select_for_cpu.__wrapped__(tiny_plan(tiny_args(), 1).stages[0])
+    assert type(chosen.decode) is GatheredDecode
+    (record,) = caplog.records
+    assert "single tokens are computed by PyTorch's attention" in record.getMessage()
+
+
+def test_a_compiler_that_fails_is_quoted_in_one_line(fresh: Callable[[str], NativeDecode], tmp_path: Path) -> None:
+    broken = _script(tmp_path / "broken", "echo 'no such target' >&2; echo 'in line 7' >&2; exit 1")
+    with pytest.raises(CompilerError, match=r"broken cannot compile it: no such target \.\.\. in line 7$"):
+        fresh(broken)
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_compiles_for_one_thread(fresh: Callable[[str], NativeDecode], tmp_path: Path) -> None:
+    without = _script(tmp_path / "without", 'case "$*" in *-fopenmp*) exit 1;; esac; exec cc "$@"')
+    q, cache, index = _case(None, 16, (4, 2), 8, "float32", STARTS)
+    kernel = fresh(without)
+    assert torch.equal(kernel.attend(q, cache, kernel.build_mask(index)), _native(q, cache, index))
