@@ -24,10 +24,10 @@ static inline float widen(element x) {
     memcpy(&y, &bits, 4);
     return y;
 }
-static inline element narrow(float x) { // to the nearest, ties to even
+static inline element narrow(float x) { // to the nearest, ties to even; NaN remains NaN, since its low half is 0 here
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 #else
 typedef _Float16 element;
@@ -117,7 +117,7 @@ void attend(const element *q, const element *k, const element *v, const int32_t 
     const int64_t parts = tokens < threads ? kv_heads : 1, num_groups = kv_heads / parts, stride = kv_heads * HEAD_DIM;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t unit = 0; unit < tokens * parts; unit++) {
-        const int64_t token = unit / parts, head = unit % parts * num_groups, size = GROUP * HEAD_DIM;
+        const int64_t token = unit / parts, head = unit % parts, size = GROUP * HEAD_DIM;
         const int64_t place = (token * kv_heads + head) * size;
         struct group groups[num_groups];
         for (int64_t i = 0; i < num_groups; i++) load(&groups[i], q + place + i * size);

@@ -123,6 +123,18 @@ def test_a_key_or_value_that_is_nan_is_not_hidden(dtype: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_results_are_rounded_as_pytorch_rounds(dtype: str) -> None:
+    """The mean of two values, such as 1 and 1 + 2^-7 in bfloat16, lies in the middle between two numbers."""
+    _, cache, index = _case(None, 16, (4, 4), 8, dtype, [1] * 64)
+    values = 1 + torch.finfo(cache.v_NGd.dtype).eps * torch.randint(0, 8, cache.v_NGd.shape).double()
+    cache = LayerCache(cache.k_NGd, values.to(cache.v_NGd.dtype))
+    q = torch.zeros(64, 4, 8, dtype=cache.v_NGd.dtype)
+    first, second = (values[index.ring.rows(index.slots, torch.full_like(index.slots, n))] for n in (0, 1))
+    assert torch.equal(_native(q, cache, index), ((first + second) / 2).to(q.dtype))
+
+
+@needs_compiler
 def test_queries_may_be_a_part_of_a_wider_tensor() -> None:
     q, cache, index = _case(None, 16, (4, 2), 8, "float32", STARTS)
     wide = torch.cat([q, q * 2], dim=2)
