@@ -17,11 +17,12 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
-from tramontane.workers.attention.native_backend import CompilerError, native_decode
+from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, GatheredDecode, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.self_test import assert_close_norm, one_line
+from tramontane.workers.kernels.native_library import CompilerError
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
     """Choose between the kernel in C and PyTorch's attention to gathered keys."""
     device, others = torch.device("cpu"), cpu_kernels()
     try:
-        kernels: dict[str, DecodeKernel] = {"pages in place": native_decode(plan), "gathered keys": GatheredDecode()}
+        kernels: dict[str, DecodeKernel] = {"pages in place": NativeDecode.of(plan), "gathered keys": GatheredDecode()}
     except CompilerError as error:
         logger.info("single tokens are computed by PyTorch's attention, two to four times as slow as the kernel in C: %s", error)
         return others

@@ -1,10 +1,12 @@
-"""Elementwise operations of a layer between its matrix products, fused so that a GPU reads and writes each tensor once.
+"""Elementwise operations of a layer between its matrix products, fused so that each tensor is read and written once.
 
-Eager PyTorch launches one kernel per operation; ``torch.compile`` makes one kernel of each function here.
+Eager PyTorch runs one kernel per operation. On a GPU ``torch.compile`` makes one kernel of each function here; on a CPU
+``fused_ops.c`` has one for each.
 
 Shape letters: T tokens, H heads, d head_dim, D model width, F feed-forward width.
 """
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.kernels.native_library import CompilerError, compile_library
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,52 @@ def compile_ops(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Fu
         logger.warning("operations between products are not fused: torch.compile fails (%s)", reason)
         return EAGER
     return fused
+
+
+def native_ops(args: ModelArgs, dtype: torch.dtype) -> FusedOps:
+    """Compile the operations in C for this CPU and model, or return the eager ones and log why they cannot be compiled."""
+    try:
+        fused = NativeOps(str(dtype).removeprefix("torch.")).fused_ops
+        _self_test(fused, args, torch.device("cpu"), dtype)
+    except (CompilerError, ArithmeticError) as error:
+        logger.info("operations between products are computed by PyTorch, one by one: %s", error)
+        return EAGER
+    return fused
+
+
+class NativeOps:
+    """The functions of ``fused_ops.c``. Raises CompilerError."""
+
+    def __init__(self, dtype: str) -> None:
+        library = compile_library("fused_ops.c", dtype)
+        pointer, size, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._rotary = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 4, threads)(("apply_rotary", library))
+        self._silu = ctypes.CFUNCTYPE(None, *[pointer] * 2, *[size] * 2, threads)(("silu_and_mul", library))
+        norm_arguments = (*[pointer] * 5, *[size] * 2, ctypes.c_float, threads)
+        self._norm = ctypes.CFUNCTYPE(None, *norm_arguments)(("fused_add_rms_norm", library))
+        self.fused_ops = FusedOps(self._apply_rotary, self._silu_and_mul, self._fused_add_rms_norm)
+
+    def _apply_rotary(self, x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+        assert x_THd.stride()[1:] == (x_THd.shape[2], 1)
+        assert cos_Td.is_contiguous()
+        assert sin_Td.is_contiguous()
+        out_THd = x_THd.new_empty(x_THd.shape)
+        tensors = (x_THd, cos_Td, sin_Td, out_THd)
+        self._rotary(*(each.data_ptr() for each in tensors), *x_THd.shape, x_THd.stride(0), torch.get_num_threads())
+        return out_THd
+
+    def _silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+        gate_up_T2F, out_TF = gate_up_T2F.contiguous(), gate_up_T2F.new_empty(num_rows, width)
+        self._silu(gate_up_T2F.data_ptr(), out_TF.data_ptr(), num_rows, width, torch.get_num_threads())
+        return out_TF
+
+    def _fused_add_rms_norm(self, h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        h_TD, more_TD = h_TD.contiguous(), more_TD.contiguous()
+        sum_TD, out_TD = torch.empty_like(h_TD), torch.empty_like(h_TD)
+        tensors = (h_TD, more_TD, weight_D, sum_TD, out_TD)
+        self._norm(*(each.data_ptr() for each in tensors), *h_TD.shape, eps, torch.get_num_threads())
+        return sum_TD, out_TD
 
 
 def _self_test(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops, native_ops
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
 
@@ -31,9 +31,10 @@ class DeviceBackend:
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
-    """Choose the backend of a stage on this device. On a GPU this compiles and times kernels."""
+    """Choose the backend of a stage on this device. This compiles and times kernels."""
+    dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
-        return DeviceBackend(select_kernels(plan, device))
+        return DeviceBackend(select_kernels(plan, device), native_ops(plan.args, dtype))
     with torch.cuda.device(device):  # events and graphs belong to the current one
         kernels = select_kernels(plan, device)
-        return DeviceBackend(kernels, compile_ops(plan.args, device, getattr(torch, plan.dtype)), CudaGraphCapture(), DeviceEvent)
+        return DeviceBackend(kernels, compile_ops(plan.args, device, dtype), CudaGraphCapture(), DeviceEvent)

@@ -1,21 +1,19 @@
 """The kernel in C computes what PyTorch's attention does, for each token on its own; without a compiler PyTorch does it."""
 
 import logging
-import stat
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 
-from tramontane.proto.plan import WindowClass, ring_pages
+from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention import autotune
 from tramontane.workers.attention.metadata import DecodeMetadata, build_decode_metadata
-from tramontane.workers.attention.native_backend import CompilerError, NativeDecode, _compile
+from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode
+from tramontane.workers.kernels.native_library import CompilerError
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # relative, by norms: the rounding of the result
@@ -29,7 +27,7 @@ needs_compiler = pytest.mark.usefixtures("compiler")
 @pytest.fixture
 def compiler() -> None:
     try:
-        _compile(8, 1, 16, "float32")
+        NativeDecode(8, 1, 16, "float32")
     except CompilerError as error:
         pytest.skip(f"the kernel in C needs a compiler: {error}")
 
@@ -64,7 +62,8 @@ def _expected(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
 
 
 def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
-    kernel = _compile(q.shape[2], q.shape[1] // cache.k_NGd.shape[1], index.ring.page_size, str(q.dtype).removeprefix("torch."))
+    group, dtype = q.shape[1] // cache.k_NGd.shape[1], str(q.dtype).removeprefix("torch.")
+    kernel = NativeDecode(q.shape[2], group, index.ring.page_size, dtype)
     return kernel.attend(q, cache, kernel.build_mask(index))
 
 
@@ -155,45 +154,17 @@ def test_a_stage_on_a_cpu_takes_the_faster_one(
     assert f"decode of 4 by {next(iter(seconds))} (pages in place" in caplog.text
 
 
-def _script(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], NativeDecode]:
-    """Compiles with another compiler, without what was compiled before."""
-
-    def compile_with(command: str) -> NativeDecode:
-        monkeypatch.setenv("CC", command)
-        return _compile.__wrapped__(8, 2, 16, "float32")
-
-    return compile_with
-
-
 def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
-    fresh: Callable[[str], NativeDecode], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CompilerError, match="there is no C compiler no-such-cc; Debian's package gcc has one"):
-        fresh("no-such-cc")
-    monkeypatch.setattr(autotune, "native_decode", lambda _plan: fresh("no-such-cc"))
+    monkeypatch.setattr(NativeDecode, "of", _no_compiler)
     with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
         chosen = autotune._select_for_cpu.__wrapped__(tiny_plan(tiny_args(), 1).stages[0])
     assert type(chosen.decode) is GatheredDecode
     (record,) = caplog.records
     assert "single tokens are computed by PyTorch's attention" in record.getMessage()
+    assert record.getMessage().endswith(": there is no C compiler")
 
 
-def test_a_compiler_that_fails_is_quoted_in_one_line(fresh: Callable[[str], NativeDecode], tmp_path: Path) -> None:
-    broken = _script(tmp_path / "broken", "echo 'no such target' >&2; echo 'in line 7' >&2; exit 1")
-    with pytest.raises(CompilerError, match=r"broken cannot compile it: no such target \.\.\. in line 7$"):
-        fresh(broken)
-
-
-@needs_compiler
-def test_a_compiler_without_openmp_compiles_for_one_thread(fresh: Callable[[str], NativeDecode], tmp_path: Path) -> None:
-    without = _script(tmp_path / "without", 'case "$*" in *-fopenmp*) exit 1;; esac; exec cc "$@"')
-    q, cache, index = _case(None, 16, (4, 2), 8, "float32", STARTS)
-    kernel = fresh(without)
-    assert torch.equal(kernel.attend(q, cache, kernel.build_mask(index)), _native(q, cache, index))
+def _no_compiler(_plan: StagePlan) -> NativeDecode:
+    raise CompilerError("there is no C compiler")

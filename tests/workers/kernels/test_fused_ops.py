@@ -15,9 +15,11 @@ from tiny_models import experts_together, random_model, split_model, tiny_args, 
 
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
+from tramontane.workers.kernels import fused_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
+from tramontane.workers.kernels.native_library import CompilerError
 from tramontane.workers.model.layers import Attention, FeedForward
-from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
 from tramontane.workers.stage.stage_worker import StageWorker
 
 CPU = torch.device("cpu")
@@ -62,6 +64,84 @@ def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch
         assert compile_ops(tiny_args(), CPU, torch.float32) is EAGER
     (record,) = caplog.records
     assert record.getMessage().endswith("(Failed to find a compiler. ... More lines.)")
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}  # relative, by norms
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def native(request: pytest.FixtureRequest) -> tuple[FusedOps, torch.dtype]:
+    fused = native_ops(tiny_args(), request.param)
+    if fused is EAGER:
+        pytest.skip("needs a C compiler")
+    return fused, request.param
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 40])
+@pytest.mark.parametrize("width", [2, 6, 64, 200])
+def test_operations_in_c_agree_with_plain_ones_in_float64(
+    native: tuple[FusedOps, torch.dtype], num_rows: int, width: int
+) -> None:
+    fused, dtype = native
+    torch.manual_seed(0)
+    heads, cosines, sines = torch.randn(num_rows, 5, width), torch.randn(num_rows, width), torch.randn(num_rows, width)
+    gate_up, h, more, weight = (
+        torch.randn(size) for size in ((num_rows, 2 * width), (num_rows, width), (num_rows, width), width)
+    )
+    gate_up[0, :2] = torch.tensor([-90.0, 90.0])
+    cases = (
+        (fused.apply_rotary, EAGER.apply_rotary, heads[:, :3], cosines, sines),
+        (fused.silu_and_mul, EAGER.silu_and_mul, gate_up),
+        (fused.silu_and_mul, EAGER.silu_and_mul, torch.cat((gate_up, gate_up), dim=1)[:, : 2 * width]),
+        (fused.fused_add_rms_norm, EAGER.fused_add_rms_norm, h, more, weight, 1e-5),
+    )
+    for function, plain, *inputs in cases:
+        given = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in inputs]
+        exact = [each.double() if isinstance(each, torch.Tensor) else each for each in given]
+        outs, expected = function(*given), plain(*exact)  # type: ignore[operator]
+        for out, right in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (outs, expected)), strict=True):
+            assert out.dtype == dtype
+            assert (out.double() - right).norm() <= TOLERANCE[dtype] * right.norm(), plain.__name__  # type: ignore[attr-defined]
+
+
+def test_a_row_in_c_depends_on_no_other_row_and_on_no_number_of_threads(native: tuple[FusedOps, torch.dtype]) -> None:
+    fused, dtype = native
+    torch.manual_seed(0)
+    gate_up, h, weight = torch.randn(40, 24).to(dtype), torch.randn(40, 12).to(dtype), torch.randn(12).to(dtype)
+    heads, angles = torch.randn(40, 3, 12).to(dtype), torch.randn(40, 12).to(dtype)
+
+    def computed(rows: slice) -> list[torch.Tensor]:
+        normalized = fused.fused_add_rms_norm(h[rows], h[rows], weight, 1e-5)
+        return [fused.silu_and_mul(gate_up[rows]), fused.apply_rotary(heads[rows], angles[rows], angles[rows]), *normalized]
+
+    together, threads = computed(slice(None)), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for rows in (slice(0, 40), slice(7, 8), slice(20, 40)):
+            assert all(torch.equal(one, all_[rows]) for one, all_ in zip(computed(rows), together, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_where_nothing_compiles_in_c_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(_source: str, _dtype: str) -> None:
+        raise CompilerError("there is no C compiler")
+
+    monkeypatch.setattr(fused_ops, "compile_library", fails)
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.kernels.fused_ops"):
+        assert native_ops(tiny_args(), torch.float32) is EAGER
+    (record,) = caplog.records
+    assert record.getMessage() == "operations between products are computed by PyTorch, one by one: there is no C compiler"
+
+
+def test_operations_in_c_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeOps, "_silu_and_mul", lambda _self, x: EAGER.silu_and_mul(x) * 1.1)
+    assert native_ops(tiny_args(), torch.float32) is EAGER
+
+
+def test_a_stage_on_a_cpu_has_them(native: tuple[FusedOps, torch.dtype]) -> None:
+    plan = tiny_plan(tiny_args(), 1, dtype=str(native[1]).removeprefix("torch."))
+    assert backend_for(plan.stages[0], CPU).fused_ops != EAGER
 
 
 def test_every_layer_uses_what_its_stage_has() -> None:
