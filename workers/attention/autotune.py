@@ -21,8 +21,8 @@ from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, GatheredDecode, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
+from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.device.self_test import assert_close_norm, one_line
-from tramontane.workers.kernels.native_library import CompilerError
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
-"""Attention of single tokens on CPUs by ``kernels/paged_attention.c``, which reads the cache's pages in place.
+"""Attention of single tokens on CPUs by ``paged_attention.c``, which reads the cache's pages in place.
 
 Shape letters: B single tokens, H query heads, d head_dim.
 """
 
 import ctypes
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageTable, page_table
-from tramontane.workers.kernels.native_library import compile_library
+from tramontane.workers.device.native_library import compile_library
 
+SOURCE = Path(__file__).with_name("paged_attention.c")
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -20,7 +22,7 @@ class NativeDecode:
     """Decode kernel for heads of ``head_dim`` elements, of which ``group`` share their keys. Raises CompilerError."""
 
     def __init__(self, head_dim: int, group: int, page_size: int, dtype: str) -> None:
-        library = compile_library("paged_attention.c", dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size)
+        library = compile_library(SOURCE, dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size)
         arguments = (*[POINTER] * 7, *[SIZE] * 3, ctypes.c_int)
         self._attend = ctypes.CFUNCTYPE(None, *arguments)(("attend", library))
 

@@ -10,6 +10,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.device.native_library import CompilerError, compile_library
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
-from tramontane.workers.kernels.native_library import CompilerError, compile_library
 
 logger = logging.getLogger(__name__)
 
+SOURCE = Path(__file__).with_name("fused_ops.c")
 MAX_DIFFERENCE = 2e-2  # relative, by norms: more than 16-bit rounding causes
 # One token gets code of its own; from several numbers the compiler learns that the length is dynamic.
 TEST_NUM_TOKENS = (1, 3, 5)
@@ -81,7 +83,7 @@ class NativeOps:
     """The functions of ``fused_ops.c``. Raises CompilerError."""
 
     def __init__(self, dtype: str) -> None:
-        library = compile_library("fused_ops.c", dtype)
+        library = compile_library(SOURCE, dtype)
         pointer, size, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._rotary = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 4, threads)(("apply_rotary", library))
         self._silu = ctypes.CFUNCTYPE(None, *[pointer] * 2, *[size] * 2, threads)(("silu_and_mul", library))

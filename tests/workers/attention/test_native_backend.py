@@ -13,7 +13,7 @@ from tramontane.workers.attention.metadata import DecodeMetadata, build_decode_m
 from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode
-from tramontane.workers.kernels.native_library import CompilerError
+from tramontane.workers.device.native_library import CompilerError
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # relative, by norms: the rounding of the result

@@ -15,9 +15,9 @@ from tiny_models import experts_together, random_model, split_model, tiny_args, 
 
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.kernels import fused_ops
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
-from tramontane.workers.kernels.native_library import CompilerError
 from tramontane.workers.model.layers import Attention, FeedForward
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -124,7 +124,7 @@ def test_a_row_in_c_depends_on_no_other_row_and_on_no_number_of_threads(native: 
 
 
 def test_where_nothing_compiles_in_c_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_source: str, _dtype: str) -> None:
+    def fails(_source: Path, _dtype: str) -> None:
         raise CompilerError("there is no C compiler")
 
     monkeypatch.setattr(fused_ops, "compile_library", fails)

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from tramontane.workers.device.self_test import one_line
 
-FOLDER = Path(__file__).parent
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
 # What -ffast-math has for sums in any order, without its code that changes the arithmetic of the whole process.
 ORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
-FLAGS = ("-O3", "-march=native", *ORDER, "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", *ORDER, "-shared", "-fPIC", f"-I{Path(__file__).parent}")  # where element.h is
 THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
 COMPILE_TIMEOUT_S = 60.0
 
@@ -28,15 +27,15 @@ class CompilerError(Exception):
 
 
 @cache
-def compile_library(source: str, dtype: str, **sizes: int) -> ctypes.CDLL:
-    """Compile a source of this folder, once per process; ``sizes`` are names that it needs. Raises CompilerError."""
+def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
+    """Compile a source, once per process and arguments; ``sizes`` are names that it needs. Raises CompilerError."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         raise CompilerError(f"there is no C compiler {compiler[0]}; Debian's package gcc has one")
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
     with tempfile.TemporaryDirectory(prefix="tramontane-") as folder:
         library = Path(folder) / "kernels.so"
-        command = [*compiler, *FLAGS, *defines, str(FOLDER / source), "-o", str(library), "-lm"]
+        command = [*compiler, *FLAGS, *defines, str(source), "-o", str(library), "-lm"]
         try:
             _run([*command, THREADS])
         except CompilerError:  # some compilers have no OpenMP

@@ -1,6 +1,6 @@
 // Attention of single tokens to the pages of a rolling cache, which are read in place; softmax over pages as in
 // FlashAttention (Dao et al., 2022), in float32. Compiled when a stage starts, for its own geometry, with
-//   ELEMENT   the dtype, see element.h
+//   ELEMENT   the dtype, see workers/device/element.h
 //   HEAD_DIM  d, elements of a head
 //   GROUP     query heads that share a key/value head
 //   PAGE      rows of a page

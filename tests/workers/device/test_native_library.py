@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tramontane.workers.kernels.native_library import CompilerError, compile_library
+from tramontane.workers.device.native_library import CompilerError, compile_library
 
-SOURCE = "fused_ops.c"
+SOURCE = Path(__file__).parents[3] / "workers" / "kernels" / "fused_ops.c"
 
 
 @pytest.fixture
