@@ -1,12 +1,16 @@
-"""Kernels in C for CPUs, compiled when a stage starts by the machine's C compiler: for its dtype and processor, in a second.
+"""Kernels in C for CPUs, compiled by the machine's C compiler when a stage starts: for its dtype and processor, in a second.
 
 What they compute for one row or token does not depend on the others of the micro-batch.
 """
 
 import ctypes
+import hashlib
+import itertools
 import os
+import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -28,19 +32,61 @@ class CompilerError(Exception):
 
 @cache
 def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
-    """Compile a source, once per process and arguments; ``sizes`` are names that it needs. Raises CompilerError."""
+    """Load a compiled source, once per process and arguments; ``sizes`` are names that it needs. Raises CompilerError.
+
+    It is kept in a folder of this user below the machine's own temporary folder, for stages that start again.
+    """
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    if shutil.which(compiler[0]) is None:
+    found = shutil.which(compiler[0])
+    if found is None:
         raise CompilerError(f"there is no C compiler {compiler[0]}; Debian's package gcc has one")
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
-    with tempfile.TemporaryDirectory(prefix="tramontane-") as folder:
-        library = Path(folder) / "kernels.so"
-        command = [*compiler, *FLAGS, *defines, str(source), "-o", str(library), "-lm"]
+    command = [*compiler, *FLAGS, *defines, str(source), "-lm"]
+    try:
+        library = _folder() / f"{source.stem}-{_digest(command, Path(found), source)}.so"
+        if not library.exists():
+            _compile(command, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # no space, or a folder from which nothing can be executed
+        raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
+
+
+def _folder() -> Path:
+    """Return the folder of libraries. Raises CompilerError if others could write to it: what it has is executed."""
+    folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise CompilerError(f"{folder} is not a folder that only this user can write to; remove it")
+    return folder
+
+
+def _digest(command: list[str], compiler: Path, source: Path) -> str:
+    """Name all that a library depends on: sources, options, compiler and processor."""
+    texts = [each.read_bytes() for each in (source, *sorted(Path(__file__).parent.glob("*.h")))]
+    status = compiler.stat()
+    others = f"{command} {status.st_mtime_ns} {status.st_size} {_processor()}"
+    return hashlib.sha256(b"\0".join([*texts, others.encode()])).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return the processor's name and instructions, as far as they are known."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            first = itertools.takewhile(str.strip, lines)
+            return "".join(line for line in first if line.startswith(("model name", "flags", "Features", "CPU part")))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _compile(command: list[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
         try:
-            _run([*command, THREADS])
+            _run([*command, "-o", str(made), THREADS])
         except CompilerError:  # some compilers have no OpenMP
-            _run(command)
-        return ctypes.CDLL(str(library))  # which stays loaded when the file is gone
+            _run([*command, "-o", str(made)])
+        made.replace(library)  # at once: several stages may start together
 
 
 def _run(command: list[str]) -> None:

@@ -1,27 +1,56 @@
-"""Kernels in C are compiled by what the machine has; if it has nothing, one line says what to install."""
+"""Kernels in C are compiled by what the machine has, and kept; if it has nothing, one line says what to install."""
 
 import stat
+import tempfile
 from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
 
 import pytest
 
+from tramontane.workers.device import native_library
 from tramontane.workers.device.native_library import CompilerError, compile_library
 
-SOURCE = Path(__file__).parents[3] / "workers" / "kernels" / "fused_ops.c"
+Compile = Callable[[str], CDLL]
 
 
 @pytest.fixture
-def compile_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], CDLL]:
-    """Compile with another compiler, whatever has been compiled before."""
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "seven.c"
+    path.write_text('#include "element.h"\nint seven(void) { return MORE + 7 + (int)sizeof(element); }\n', encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def compile_with(source: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
+    """Compile with another compiler, as a new process would; ``temporary`` is the machine's temporary folder."""
+    assert temporary.is_dir()
 
     def compile_fresh(command: str) -> CDLL:
         monkeypatch.setenv("CC", command)
-        library: CDLL = compile_library.__wrapped__(SOURCE, "float32")
+        library: CDLL = compile_library.__wrapped__(source, "float32", MORE=100)
         return library
 
     return compile_fresh
+
+
+@pytest.fixture
+def noted(tmp_path: Path, compile_with: Compile) -> tuple[str, Path]:
+    """A compiler that notes its arguments in a file before it calls the machine's own."""
+    seen = tmp_path / "seen"
+    try:
+        compile_with("cc")
+    except CompilerError as error:
+        pytest.skip(f"needs a C compiler: {error}")
+    return _script(tmp_path / "noted", f'echo "$*" >> {seen}; exec cc "$@"'), seen
 
 
 def _script(path: Path, text: str) -> str:
@@ -30,32 +59,82 @@ def _script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_without_a_compiler_the_package_to_install_is_named(compile_with: Callable[[str], CDLL]) -> None:
+def test_without_a_compiler_the_package_to_install_is_named(compile_with: Compile) -> None:
     with pytest.raises(CompilerError, match="there is no C compiler no-such-cc; Debian's package gcc has one"):
         compile_with("no-such-cc")
 
 
-def test_a_compiler_that_fails_is_quoted_in_one_line(compile_with: Callable[[str], CDLL], tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_quoted_in_one_line(compile_with: Compile, tmp_path: Path) -> None:
     broken = _script(tmp_path / "broken", "echo 'no such target' >&2; echo 'in line 7' >&2; exit 1")
     with pytest.raises(CompilerError, match=r"broken cannot compile them: no such target \.\.\. in line 7$"):
         compile_with(broken)
 
 
-def test_a_compiler_without_openmp_compiles_for_one_thread(compile_with: Callable[[str], CDLL], tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    without = _script(tmp_path / "without", f'echo "$*" >> {seen}; case "$*" in *-fopenmp*) exit 1;; esac; exec cc "$@"')
-    try:
-        compile_library(SOURCE, "float32")
-    except CompilerError as error:
-        pytest.skip(f"needs a C compiler: {error}")
-    assert compile_with(without).silu_and_mul
-    first, second = seen.read_text(encoding="utf-8").splitlines()
-    assert "-DELEMENT=0" in first
-    assert first == f"{second} -fopenmp"
-
-
-def test_a_compiler_with_options_is_a_command(compile_with: Callable[[str], CDLL], tmp_path: Path) -> None:
+def test_a_compiler_with_options_is_a_command(compile_with: Compile, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     with pytest.raises(CompilerError):
         compile_with(_script(tmp_path / "noted", f'echo "$1" > {seen}; exit 1') + " -m32")
     assert seen.read_text(encoding="utf-8") == "-m32\n"
+
+
+def test_a_compiler_without_openmp_compiles_for_one_thread(
+    compile_with: Compile, noted: tuple[str, Path], tmp_path: Path
+) -> None:
+    compiler, seen = noted
+    without = f'case "$*" in *-fopenmp*) echo "$*" >> {seen}; exit 1;; esac; exec {compiler} "$@"'
+    assert compile_with(_script(tmp_path / "without", without)).seven() == 111
+    first, second = seen.read_text(encoding="utf-8").splitlines()
+    assert "-DELEMENT=0 -DMORE=100" in first
+    assert first == f"{second} -fopenmp"
+
+
+def test_what_is_compiled_is_kept_until_something_changes(
+    compile_with: Compile, noted: tuple[str, Path], source: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, seen = noted
+
+    def times() -> int:
+        assert compile_with(compiler).seven() in (111, 112)
+        return len(seen.read_text(encoding="utf-8").splitlines())
+
+    assert (times(), times()) == (1, 1)
+    source.write_text(source.read_text(encoding="utf-8").replace("7", "8"), encoding="utf-8")
+    assert (times(), times()) == (2, 2)
+    monkeypatch.setattr(native_library, "_processor", lambda: "another one")
+    assert (times(), times()) == (3, 3)
+    Path(compiler).touch()
+    assert (times(), times()) == (4, 4)
+    (folder,) = temporary.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in folder.iterdir()] == [".so"] * 5, "and the one of cc itself; nothing else is left"
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(compile_with: Compile, noted: tuple[str, Path], temporary: Path) -> None:
+    (folder,) = temporary.iterdir()
+    folder.chmod(0o770)
+    with pytest.raises(CompilerError, match=r"is not a folder that only this user can write to; remove it$"):
+        compile_with(noted[0])
+    folder.chmod(0o700)
+    folder.rename(temporary / "elsewhere")
+    folder.symlink_to(temporary / "elsewhere")
+    with pytest.raises(CompilerError, match="only this user"):
+        compile_with(noted[0])
+
+
+def test_what_cannot_be_loaded_is_an_error_of_one_line(compile_with: Compile, noted: tuple[str, Path], temporary: Path) -> None:
+    (library,) = next(temporary.iterdir()).iterdir()
+    library.write_bytes(b"nothing")
+    with pytest.raises(CompilerError, match=f"cannot be kept or loaded: {library}: "):
+        compile_with("cc")
+    assert noted
+
+
+def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(compile_with: Compile, temporary: Path) -> None:
+    temporary.rmdir()
+    with pytest.raises(CompilerError, match="cannot be kept or loaded"):
+        compile_with("sh")
+
+
+def test_the_processor_is_known_by_its_instructions() -> None:
+    if Path("/proc/cpuinfo").exists():
+        assert native_library._processor().count("\n") in (1, 2), "of the first core"
