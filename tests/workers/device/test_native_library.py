@@ -123,6 +123,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(compile_with: Compile, no
 
 def test_what_cannot_be_loaded_is_an_error_of_one_line(compile_with: Compile, noted: tuple[str, Path], temporary: Path) -> None:
     (library,) = next(temporary.iterdir()).iterdir()
+    library.unlink()  # and not overwritten: this process has loaded it
     library.write_bytes(b"nothing")
     with pytest.raises(CompilerError, match=f"cannot be kept or loaded: {library}: "):
         compile_with("cc")
