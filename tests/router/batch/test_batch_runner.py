@@ -4,7 +4,8 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
+from tramontane.router.batch.tables import KEYLESS
 
 GOOD = request("a", 1)
 BAD = [
@@ -74,20 +76,26 @@ async def _whole(
 
 
 def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
-    """It is in the files of results."""
+    """It is in the files of results. One that fails ten times while it runs has 503."""
+    num_failed = 0
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
-        if body["prompt"]:
+        nonlocal num_failed
+        if body["prompt"] == 1:
             raise RequestError("no such prompt")
+        if body["prompt"] == 2:
+            num_failed += 1
+            raise PipelineError("a stage died")
         return {}
 
     async def scenario() -> None:
         service = harness.service()
-        job = await service.submit(pieces(requests(2)), JobOptions())
+        job = await service.submit(pieces(requests(3)), JobOptions())
         async with harness.running(harness.runner(answer)):
             await all_results(service, job.job_id)
         stored = service._jobs.get(job.job_id)
-        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400]
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400, 503]
+        assert num_failed == 10
 
     asyncio.run(scenario())
 
@@ -571,6 +579,9 @@ def test_a_job_that_has_not_begun_can_be_cancelled(harness: BatchHarness) -> Non
         async with harness.running(harness.runner(echo)):
             results = await all_results(service, job.job_id)
         assert [line.is_error for line in results] == [True] * 3
+        assert [json.loads(line.body)["code"] for line in results] == ["batch_cancelled"] * 3
+        stored = service._jobs.get(job.job_id)
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [None] * 3
 
     asyncio.run(scenario())
 
@@ -610,6 +621,82 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarn
         await asyncio.gather(*waiting)
 
     asyncio.run(scenario())
+
+
+def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(harness: BatchHarness) -> None:
+    """The documentation says how many an ingress replica and the Batch replica have: 12 and 18."""
+
+    async def scenario() -> None:
+        service, runner, go_on = harness.service(), harness.runner(), threading.Event()
+        pools = (service._threads, service._upload_threads, runner._threads, runner._lease_thread, runner._file_thread)
+        counts, waiting = list[int](), list[asyncio.Task[bool]]()
+        for pool in pools:
+            before = set(threading.enumerate())
+            waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
+            await asyncio.sleep(0)
+            counts.append(len(set(threading.enumerate()) - before))
+        go_on.set()
+        await asyncio.gather(*waiting)
+        for pool in pools:
+            pool.close()
+        assert counts == [8, 4, 4, 1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
+    async def scenario() -> None:
+        pool, begun, go_on, made = JobThreadPool(1), threading.Event(), threading.Event(), list[str]()
+
+        def first() -> None:
+            begun.set()
+            go_on.wait()
+            made.append("first")
+
+        calls = [asyncio.create_task(pool.run(first)), asyncio.create_task(pool.run(made.append, "second"))]
+        await asyncio.to_thread(begun.wait)
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        await asyncio.wait([calls[1]])
+        go_on.set()
+        await closing
+        await calls[0]
+        assert calls[1].cancelled()
+        assert made == ["first"]
+
+    asyncio.run(scenario())
+
+
+def test_512_streams_are_open_at_most(harness: BatchHarness) -> None:
+    """Of them an API key has half."""
+    with ExitStack() as streams:
+        service = harness.service()
+        for tenant, most in (("own", 256), (KEYLESS, 256)):
+            for _ in range(most):
+                streams.enter_context(service.for_tenant(tenant).streaming())
+            with pytest.raises(OverloadedError, match=f"^{most} of your streams"):
+                streams.enter_context(service.for_tenant(tenant).streaming())
+
+
+def test_metadata_has_16_keys_of_64_characters_with_values_of_512(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        most = {f"{number:064}": "v" * 512 for number in range(16)}
+        assert (await service.submit(pieces(GOOD), JobOptions(metadata=most))).options.metadata == most
+        for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, most | {"k": ""}):
+            with pytest.raises(JobRefusedError, match="16 keys of 64 characters, with texts of 512"):
+                await service.submit(pieces(GOOD), JobOptions(metadata=metadata))
+
+    asyncio.run(scenario())
+
+
+def test_a_list_has_100_jobs_at_most(harness: BatchHarness) -> None:
+    service = harness.service(limits=replace(LIMITS, max_open_jobs=101))
+    jobs = [service._submissions.create(JobOptions()) for _ in range(101)]
+    with service._database.writing() as connection:
+        connection.exec_driver_sql("UPDATE tramontane_jobs SET state = 'queued'")
+    newest = [job.job.job_id for job in jobs[::-1]]
+    for limit, count in ((99, 99), (100, 100), (101, 100)):
+        assert [job.job_id for job in asyncio.run(service.list(limit))] == newest[:count]
 
 
 def test_streams_are_bounded(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:

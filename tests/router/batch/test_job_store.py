@@ -3,7 +3,9 @@
 import asyncio
 import json
 import multiprocessing
+import os
 import random
+import stat
 import threading
 import time
 import traceback
@@ -11,22 +13,24 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
+from batch_jobs import LIMITS, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
 from postgres import new_database
-from sqlalchemy import text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
-from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
+from tramontane.router.batch.claims import LEASE_S, JobClaimStore, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.service import BatchService
+from tramontane.router.batch.tables import lines
 from tramontane.router.batch.urls import UrlReader
 
 
@@ -42,6 +46,9 @@ def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
     """In a database of its own."""
     url = new_database(request.getfixturevalue("postgres_url"))
     return BatchHarness(url, f"memory://jobs-{uuid.uuid4().hex}")
+
+
+_PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "journal_size_limit": 64 * 2**20}
 
 
 def _submitted(harness: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
@@ -271,6 +278,118 @@ def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
     for most, num_lines in ((1, 1), (sizes[0], 1), (sum(sizes[:2]), 2), (sum(sizes[:2]) + 1, 2), (sum(sizes), 8)):
         assert len(claims.next_lines(claim, -1, 100, most)) == num_lines
     assert [line.place for line in claims.next_lines(claim, 1, 100, sizes[2] + sizes[3])] == [2, 3]
+
+
+def _large(harness: BatchHarness, count: int, num_bytes: int) -> BatchService:
+    """Return the service of a job with lines of this size."""
+    size = num_bytes - len(request("0", "").strip())
+    text = b"".join(request(str(number), "x" * size) for number in range(count))
+    service = harness.service(limits=replace(LIMITS, max_line_bytes=2**20, max_bytes=2**24))
+    asyncio.run(service.submit(pieces(text, 2**20), JobOptions()))
+    return service
+
+
+def test_pages_have_4_mebibytes_of_lines_and_8_of_results(harness: BatchHarness) -> None:
+    """Where their readers give no other bound."""
+    _large(harness, 9, 2**20)
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    assert len(claims.next_lines(claim, -1, 100)) == 4
+    claims.finish(claim, [Outcome(place, False, 200, "x" * 2**20) for place in range(9)])
+    assert len(claims.results(claim, 0, 100)) == 8
+
+
+def test_5000_lines_are_cancelled_at_once(harness: BatchHarness) -> None:
+    """In one transaction, for which other writers wait."""
+    service = harness.service(limits=replace(LIMITS, max_lines=5001))
+    asyncio.run(service.submit(pieces(requests(5001)), JobOptions()))
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    assert [claims.cancel_some(claim, after) for after in (-1, 4999, 5000)] == [4999, 5000, None]
+
+
+def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:
+    """In one transaction, and others write in between."""
+    service, num_deleted = harness.service(), list[int]()
+    job = service._submissions.create(JobOptions())
+    for first in range(0, 10_001, 1000):
+        new = [ParsedLine(1, None, None, "invalid") for _ in range(min(1000, 10_001 - first))]
+        service._submissions.add_lines(job, first, new)
+
+    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:  # noqa: ANN401
+        if statement.startswith("DELETE FROM tramontane_lines"):
+            num_deleted.append(cursor.rowcount)
+
+    event.listen(service._database._get_engine(), "after_cursor_execute", note)
+    service._submissions.delete(job.number)
+    assert num_deleted == [10_000, 1, 0]
+    assert _rows(service) == (0, 0)
+
+
+def test_a_runner_does_not_wait_for_jobs_that_others_hold_up(request: pytest.FixtureRequest) -> None:
+    """As PostgreSQL's row locks do."""
+    harness = _on_postgres(request)
+    _submitted(harness, 1)
+    _, free = _submitted(harness, 1)
+    claims = JobClaimStore(Database(f"{harness.database}&options=-c lock_timeout=1"), "tiny", harness.clock)
+    with psycopg.connect(harness.database) as connection:
+        connection.execute("SELECT * FROM tramontane_jobs WHERE number = 1 FOR UPDATE")
+        assert [claim.job_id for claim in claims.claim(5)] == [free.job_id]
+    claims._database.close()
+    harness.close()
+
+
+def test_rows_of_postgresql_are_fetched_64_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row may have megabytes, and most readers do not need all."""
+    harness = _on_postgres(request)
+    service, _ = _submitted(harness, 200)
+    real, sizes = psycopg.ServerCursor.fetchmany, list[int]()
+
+    def fetchmany(cursor: Any, size: int = 0) -> Any:  # noqa: ANN401
+        sizes.append(size)
+        return real(cursor, size)
+
+    monkeypatch.setattr(psycopg.ServerCursor, "fetchmany", fetchmany)
+    with service._database.stream_rows(select(lines)) as rows:
+        assert len(list(rows)) == 200
+    assert max(sizes) == 64
+    harness.close()
+
+
+def test_servers_of_all_versions_create_the_tables_one_at_a_time(request: pytest.FixtureRequest) -> None:
+    """They wait for the same lock of PostgreSQL, whose number therefore stays."""
+    harness = _on_postgres(request)
+    database, waiting = Database(harness.database), 0
+    with psycopg.connect(harness.database, autocommit=True) as connection:
+        connection.execute("SELECT pg_advisory_lock(7408224)")
+        thread = threading.Thread(target=database.read, args=(select(lines),))
+        thread.start()
+        while thread.is_alive() and not waiting:
+            found = connection.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted").fetchone()
+            assert found is not None
+            (waiting,) = found
+    thread.join()
+    assert waiting == 1
+    database.close()
+
+
+def test_only_the_user_can_read_the_folder_of_the_database(tmp_path: Path) -> None:
+    """Which is made with those above it; prompts are private."""
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            with closing(Database(f"sqlite:///{tmp_path}/a/b/jobs.sqlite")) as database, database.writing():
+                pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_what_sqlite_has_committed_survives_a_loss_of_power(tmp_path: Path) -> None:
+    """And its log does not stay large."""
+    with closing(Database(f"sqlite:///{tmp_path}/jobs.sqlite")) as database, database.reading() as connection:
+        found = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in _PRAGMAS]
+    assert dict(zip(_PRAGMAS, found, strict=True)) == _PRAGMAS
 
 
 def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
