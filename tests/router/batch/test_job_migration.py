@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -95,7 +96,18 @@ def test_its_schema_becomes_that_of_a_new_database(harness: BatchHarness, tmp_pa
     assert _schema(harness.database) == _schema(new), "also when it is opened again"
 
 
-def _schema(url: str) -> dict[str, object]:
+def test_the_columns_that_it_gets_are_those_that_other_versions_expect(harness: BatchHarness) -> None:
+    """Servers of several versions may share a database. A tenant is 64 digits, a digest of a URL 68 characters."""
+    columns = {table: found[0] for table, found in _schema(harness.database).items()}
+    for table in ("tramontane_files", "tramontane_jobs"):
+        kind, is_nullable, default = columns[table]["tenant"]
+        assert (kind, is_nullable, default.startswith("''")) == ("VARCHAR(64)", False, True)
+    kind, is_nullable, default = columns["tramontane_jobs"]["num_bytes"]
+    assert (kind, is_nullable, default.strip("'")[0]) in (("INTEGER", False, "0"), ("BIGINT", False, "0"))
+    assert columns["tramontane_jobs"]["input_digest"] == ("VARCHAR(80)", True, None)
+
+
+def _schema(url: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     database = Database(url)
     with database.writing() as connection:
         found = {table: _table(connection, table) for table in inspect(connection).get_table_names()}
@@ -103,11 +115,11 @@ def _schema(url: str) -> dict[str, object]:
     return found
 
 
-def _table(connection: Connection, name: str) -> object:
+def _table(connection: Connection, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     inspector = inspect(connection)
     columns = {each["name"]: (str(each["type"]), each["nullable"], each["default"]) for each in inspector.get_columns(name)}
     indexes = {
-        each["name"]: (each["column_names"], each["unique"], sorted(map(str, each.get("dialect_options", {}).values())))
+        str(each["name"]): (each["column_names"], each["unique"], sorted(map(str, each.get("dialect_options", {}).values())))
         for each in inspector.get_indexes(name)
     }
     return columns, indexes
