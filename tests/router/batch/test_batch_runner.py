@@ -14,6 +14,7 @@ from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, pieces, request, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from tramontane.proto.errors import (
     JobRefusedError,
@@ -33,7 +34,7 @@ from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
-from tramontane.router.batch.tables import KEYLESS
+from tramontane.router.batch.tables import KEYLESS, jobs
 
 GOOD = request("a", 1)
 BAD = [
@@ -183,6 +184,9 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarne
         assert several is not None
         assert [each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")] == [1, 1, 0, 1, 0]
         assert several.endswith("; and 2 more")
+        many = await service.submit(pieces(b"x\n" * 21), JobOptions())
+        shown = (await service.get_stored(many.job_id)).problems
+        assert [problem.line for problem in shown] == list(range(1, 21)), "the first twenty, one by one"
 
     asyncio.run(scenario())
 
@@ -228,7 +232,10 @@ def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> N
         await service.collect_garbage()
         with pytest.raises(OverloadedError):
             service._submissions.create(JobOptions(), request_key="k")
-        harness.clock.now += 1000
+        harness.clock.now += 600
+        await service.collect_garbage()
+        assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], "it may still go on"
+        harness.clock.now += 1
         await service.collect_garbage()
         with pytest.raises(RequestError, match="made no progress"):
             await asyncio.to_thread(service._submissions.accept, begun)
@@ -286,7 +293,9 @@ def test_a_full_service_says_when_to_retry(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_overload_and_failures_are_tried_again_and_refusals_are_not(harness: BatchHarness) -> None:
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     requested: dict[str, int] = {}
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +323,8 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(harness: Bat
         "hopeless": "a stage died again",
     }
     assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert logged == ["'x'"] * MAX_TRIES, "only defects are logged with where they come from"
 
 
 @pytest.mark.parametrize(
@@ -656,7 +667,7 @@ def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
         calls = [asyncio.create_task(pool.run(first)), asyncio.create_task(pool.run(made.append, "second"))]
         await asyncio.to_thread(begun.wait)
         closing = asyncio.create_task(asyncio.to_thread(pool.close))
-        await asyncio.wait([calls[1]])
+        await asyncio.wait([calls[1]], timeout=20)
         go_on.set()
         await closing
         await calls[0]
@@ -691,10 +702,10 @@ def test_metadata_has_16_keys_of_64_characters_with_values_of_512(harness: Batch
 
 def test_a_list_has_100_jobs_at_most(harness: BatchHarness) -> None:
     service = harness.service(limits=replace(LIMITS, max_open_jobs=101))
-    jobs = [service._submissions.create(JobOptions()) for _ in range(101)]
+    made = [service._submissions.create(JobOptions()) for _ in range(101)]
     with service._database.writing() as connection:
         connection.exec_driver_sql("UPDATE tramontane_jobs SET state = 'queued'")
-    newest = [job.job.job_id for job in jobs[::-1]]
+    newest = [job.job.job_id for job in made[::-1]]
     for limit, count in ((99, 99), (100, 100), (101, 100)):
         assert [job.job_id for job in asyncio.run(service.list(limit))] == newest[:count]
 

@@ -171,7 +171,7 @@ def test_a_lease_is_renewed_after_a_third_of_its_time(harness: BatchHarness) -> 
     """So that two attempts may fail."""
 
     async def scenario() -> None:
-        service, claims, renewals, lapses = harness.service(), harness.claims(), list[bool](), (0, 4.9, 0.2, 4.9, 0.2)
+        service, claims, renewals, lapses = harness.service(), harness.claims(), list[bool](), (0, 5.0, 0.5, 5.0, 0.5)
         go_on, real = asyncio.Event(), claims.claimed
 
         def claimed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:

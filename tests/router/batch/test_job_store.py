@@ -300,12 +300,12 @@ def test_pages_have_4_mebibytes_of_lines_and_8_of_results(harness: BatchHarness)
 
 
 def test_5000_lines_are_cancelled_at_once(harness: BatchHarness) -> None:
-    """In one transaction, for which other writers wait."""
-    service = harness.service(limits=replace(LIMITS, max_lines=5001))
-    asyncio.run(service.submit(pieces(requests(5001)), JobOptions()))
+    """In one transaction, for which other writers wait; those behind a line if it is given."""
+    service = harness.service(limits=replace(LIMITS, max_lines=5002))
+    asyncio.run(service.submit(pieces(requests(5002)), JobOptions()))
     claims = harness.claims()
     (claim,) = claims.claim(1)
-    assert [claims.cancel_some(claim, after) for after in (-1, 4999, 5000)] == [4999, 5000, None]
+    assert [claims.cancel_some(claim, after) for after in (5000, -1, 4999, 5001)] == [5001, 4999, 5000, None]
 
 
 def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:

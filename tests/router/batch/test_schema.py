@@ -27,6 +27,9 @@ def test_a_job_that_runs_has_no_end_and_no_errors() -> None:
     assert {name: time for name, time in times.items() if time is not None} == {"created_at": 1000, "in_progress_at": 1001}
     assert (batch["status"], batch["errors"], batch["metadata"]) == ("in_progress", None, None)
     assert batch["request_counts"] == {"total": 9, "completed": 4, "failed": 2}
+    assert [batch[f"{name}_file_id"] for name in ("input", "output", "error")] == ["file-in", "file-out", "file-errors"]
+    of_text = schema.batch_answer(replace(_stored(RUNNING), input_file=None), None).as_json()
+    assert of_text["input_file_id"] == "", "its lines came without a file"
 
 
 @pytest.mark.parametrize(("keep_s", "expires_at"), [(500.0, 1502), (None, None)])
