@@ -53,7 +53,7 @@ class _Run:
     """A job in progress."""
 
     claim: Claim
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)  # set as soon as there is one
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -99,7 +99,7 @@ class BatchRunner:
                 await self._sleep(self._poll_s)
             writing.result()
         finally:
-            tasks = [run.task for run in self._runs.values() if run.task is not None]
+            tasks = [run.task for run in self._runs.values()]
             for task in [*tasks, writing]:
                 task.cancel()
             await asyncio.gather(*tasks, writing, return_exceptions=True)
@@ -131,7 +131,7 @@ class BatchRunner:
             epoch, state = held.get(number, (None, None))
             if state == JobState.CANCELLING:
                 run.cancelled.set()
-            if epoch != run.claim.epoch and run.task is not None:
+            if epoch != run.claim.epoch:
                 run.task.cancel()  # another runner holds it, or it has just ended
 
     async def _run_job(self, run: _Run) -> None:

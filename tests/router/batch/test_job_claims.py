@@ -167,6 +167,30 @@ def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> N
     asyncio.run(scenario())
 
 
+def test_a_job_that_another_runner_holds_is_left_at_once(harness: BatchHarness) -> None:
+    """Its lines are not computed twice for longer than the runner needs to notice."""
+
+    async def scenario() -> None:
+        service, elsewhere, has_begun, has_left = harness.service(), harness.claims(), asyncio.Event(), asyncio.Event()
+
+        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+            has_begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                has_left.set()
+            return {}
+
+        job = await service.submit(pieces(requests(1)), JobOptions())
+        async with harness.running(harness.runner(answer)):
+            await has_begun.wait()
+            elsewhere.clock = lambda: harness.clock.now + 2 * LEASE_S
+            assert [claim.job_id for claim in elsewhere.claim(1)] == [job.job_id]
+            await asyncio.wait_for(has_left.wait(), 20)
+
+    asyncio.run(scenario())
+
+
 def test_a_lease_is_renewed_after_a_third_of_its_time(harness: BatchHarness) -> None:
     """So that two attempts may fail."""
 

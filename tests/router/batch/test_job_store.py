@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
+from tramontane.router.batch import database as batch_database
 from tramontane.router.batch.claims import LEASE_S, JobClaimStore, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
@@ -91,9 +92,12 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: Ba
     assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
     harness.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
-    harness.clock.now += 0.2 * LEASE_S
+    harness.clock.now += 0.1 * LEASE_S
+    assert second.claim(5) == [], "it ends now"
+    harness.clock.now += 0.1 * LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
+    assert service._jobs.get(job.job_id).job.started_at == job.created_at, "by the first"
     assert first.claimed([old.number], renew=True) == {}
     for write in (
         lambda: first.finish(old, _done(0)),
@@ -385,6 +389,20 @@ def test_only_the_user_can_read_the_folder_of_the_database(tmp_path: Path) -> No
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
 
 
+def test_sqlite_has_one_writer_from_its_begin_and_readers_hold_it_up_in_no_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_database, "SQLITE_BUSY_TIMEOUT_S", 0.0)
+    url = f"sqlite:///{tmp_path}/jobs.sqlite"
+    with closing(Database(url)) as first, closing(Database(url)) as second:
+        with first.writing(), first.stream_rows(select(lines)):
+            pass
+        with first.writing(), pytest.raises(JobStoreError, match="database is locked"), second.writing():
+            pass
+        with first.stream_rows(select(lines)), second.writing():
+            pass
+
+
 def test_what_sqlite_has_committed_survives_a_loss_of_power(tmp_path: Path) -> None:
     """And its log does not stay large."""
     with closing(Database(f"sqlite:///{tmp_path}/jobs.sqlite")) as database, database.reading() as connection:
@@ -427,10 +445,13 @@ def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
         made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
         assert [file.num_bytes for file in made] == [1, 2, 3, 4]
         with pytest.raises(RequestError, match="larger"):
-            await service.upload("x", "batch", iter([b"x" * 2**20] * 2))
+            await service.upload("x", "batch", iter([b"x" * 2**20, b"x"]))
+        largest = await service.upload("x", "batch", iter([b"x" * 2**20]))
+        await service.delete_file(largest.file_id)
         ids = [file.file_id for file in made]
         assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
         assert [file.file_id for file in await service.list_files(2, ids[1], newest_first=False)] == ids[2:]
+        assert [file.file_id for file in await service.list_files(9, ids[2])] == ids[1::-1]
         assert await service.list_files(9, purpose="batch_output") == []
         assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
         await service.delete_file(ids[2])
@@ -551,6 +572,8 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         with pytest.raises(JobStoreError) as reported, Database(url).writing():
             pass
         assert "secret" not in str(reported.value)
+    with pytest.raises(JobStoreError, match="the jobs' database cannot be used now: unable to open database file"):
+        Database(f"sqlite:///{tmp_path}").read(select(lines))
 
 
 def test_an_error_of_the_database_shows_no_values(harness: BatchHarness) -> None:
