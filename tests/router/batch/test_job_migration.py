@@ -59,7 +59,8 @@ def test_its_jobs_are_those_of_clients_without_a_key(harness: BatchHarness) -> N
         done = await service.get_stored(DONE)
         assert (done.job.state, done.job.num_done, done.job.num_failed) == (JobState.COMPLETED, 2, 2)
         assert [done.error_file, done.output_file, done.input_file] == [*FILES, UPLOAD]
-        assert [line.custom_id for line in await all_results(service, DONE)] == ["r0", "r1", "", "r0"]
+        results = await all_results(service, DONE)
+        assert [(line.custom_id, line.is_error) for line in results] == [("r0", False), ("r1", False), ("", True), ("r0", True)]
         assert [file.file_id for file in await service.list_files(9)] == [*FILES, UPLOAD]
         other_key = service.for_tenant("digest")
         assert (await other_key.list(9), await other_key.list_files(9)) == ([], [])

@@ -199,6 +199,17 @@ def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continu
     assert store.accept(slow).job.num_lines == 1
 
 
+def test_numbers_of_jobs_are_not_used_again(harness: BatchHarness) -> None:
+    """A process may still add lines to a job that was deleted."""
+    store = harness.service()._submissions
+    first = store.create(JobOptions())
+    store.delete(first.number)
+    second = store.create(JobOptions())
+    assert second.number > first.number
+    with pytest.raises(RequestError, match="made no progress"):
+        store.add_lines(first, 0, [ParsedLine(1, "a", "{}", None)])
+
+
 def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
     """Its request is cancelled again while what it left is being deleted, as by a server that stops."""
 

@@ -17,6 +17,7 @@ from batch_jobs import LIMITS, BatchHarness, all_results, pieces, request, reque
 from tramontane.proto.errors import JobRefusedError, JobStoreError
 from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch import outcomes
+from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import Claim, Outcome
 from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.outcomes import OutcomeWriter, _ResultFiles
@@ -242,6 +243,29 @@ def test_a_stream_holds_500_results_or_256_kibibytes(harness: BatchHarness, num_
         service._jobs.results = results  # type: ignore[method-assign, assignment]
         assert [line.offset for line in await all_results(service, job)] == list(range(num_lines))
         assert read == pages
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_waits_only_when_there_are_no_results(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time for half a second: it queries the database."""
+
+    async def scenario() -> None:
+        service, claims, slept, real = harness.service(), harness.claims(), list[float](), asyncio.sleep
+        service._poll_s = batch_service.POLL_INTERVAL_S
+        job = await _submit(service, requests(2))
+        (claim,) = claims.claim(1)
+        claims.finish(claim, [Outcome(0, False, 200, "{}")])
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            claims.finish(claim, [Outcome(1, False, 200, "{}")])
+            claims.end(claim, JobState.COMPLETED, None, None)
+            await real(0)
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert len(await all_results(service, job)) == 2
+        assert slept == [0.5]
 
     asyncio.run(scenario())
 
