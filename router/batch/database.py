@@ -93,7 +93,6 @@ class Database:
         with self._lock:
             if self._engine is not None:
                 self._engine.dispose()
-                self._engine = None
 
     def _get_engine(self) -> Engine:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, nullcontext
@@ -112,7 +113,7 @@ def test_a_request_key_has_1_to_256_characters(harness: BatchHarness, length: in
     asyncio.run(scenario())
 
 
-def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
+def test_what_ends_leaves_no_thread_and_no_connection(harness: BatchHarness) -> None:
     """A thread may hold a connection to the database."""
     before = set(threading.enumerate())
     runner, service = harness.runner(), harness.service()
@@ -121,10 +122,15 @@ def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
         job = await service.submit(pieces(GOOD), JobOptions())
         async with harness.running(runner):
             await all_results(service, job.job_id)
+        await service.upload("in.jsonl", "batch", iter([GOOD]))
 
     asyncio.run(scenario())
     service.close()
     assert [thread for thread in threading.enumerate() if thread not in before] == []
+    runner._claims._database.close()
+    database = harness.database.removeprefix("sqlite:///")
+    opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
+    assert [file for file in opened if file.startswith(database)] == []
 
 
 @given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
@@ -202,8 +208,9 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: Batc
 
     async def scenario() -> None:
         service = harness.service()
-        with pytest.raises(UnknownJobError):
-            await service.get("batch_x")
+        for unknown in (service.get("batch_x"), service.cancel("batch_x")):
+            with pytest.raises(UnknownJobError):
+                await unknown
         assert await service.list(5) == []
         assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
         with pytest.raises(ConnectionError):

@@ -212,6 +212,7 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         harness.clock.now += 1001
         await keyless.collect_garbage()
         assert own._quota.usage() == (0, 0), "of all tenants"
+        assert list(Path(harness.storage).rglob("*.jsonl")) == []
         assert await other.list_files(9) == []
         await own.submit(pieces(GOOD), JobOptions())
 
