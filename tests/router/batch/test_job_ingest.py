@@ -1,6 +1,7 @@
 """How lines come in: outside the event loop, and in bounded number."""
 
 import asyncio
+import hashlib
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from tramontane.proto.errors import FileTooLargeError, JobRefusedError, Pipeline
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
+from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.batch.submissions import JobSubmissions
@@ -77,6 +79,32 @@ def test_an_input_may_have_as_many_bytes_as_the_limit_says(harness: BatchHarness
     for key in ("key", None):
         with pytest.raises(FileTooLargeError, match="the input is larger than"):
             asyncio.run(service.submit(pieces(text + b"\n", 50), JobOptions(), key))
+
+
+def test_pieces_of_64_kibibytes_are_compared_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, on_loop, loop_thread = hashlib.sha256, list[int](), threading.get_ident()
+
+    class Digest:
+        def __init__(self) -> None:
+            self._real = real()
+
+        def update(self, piece: bytes) -> None:
+            if threading.get_ident() == loop_thread:
+                on_loop.append(len(piece))
+            self._real.update(piece)
+
+        def hexdigest(self) -> str:
+            return self._real.hexdigest()
+
+    async def scenario() -> str:
+        threads = JobThreadPool(1)
+        digest = await job_intake.digest_of_text(pieces(b"x" * (2**17 - 1), 2**16), 2**20, threads)
+        threads.close()
+        return digest
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    assert asyncio.run(scenario()) == real(b"x" * (2**17 - 1)).hexdigest()
+    assert on_loop == [2**16 - 1]
 
 
 _OF_2048 = "x" * (2048 - len(request("0000", "").strip()))  # with it 512 lines are a mebibyte
