@@ -20,6 +20,7 @@ from tramontane.router.batch import outcomes
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import Claim, Outcome
 from tramontane.router.batch.database import JobThreadPool
+from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.outcomes import OutcomeWriter, _ResultFiles
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import JobStorage, StorageFile
@@ -266,6 +267,21 @@ def test_a_stream_waits_only_when_there_are_no_results(harness: BatchHarness, mo
         monkeypatch.setattr(asyncio, "sleep", sleep)
         assert len(await all_results(service, job)) == 2
         assert slept == [0.5]
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_is_withdrawn_takes_no_other_with_it(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service, claims = harness.service(), harness.claims()
+        upload = await service.upload("in.jsonl", "batch", iter([requests(1)]))
+        await _submit(service, requests(1))
+        (claim,) = claims.claim(1)
+        result = FileRecord.new("out.jsonl", "batch_output", 0.0)
+        claims.announce_file(claim, result)
+        claims.withdraw_file(result)
+        with service._database.reading() as connection:
+            assert connection.exec_driver_sql("SELECT file_id FROM tramontane_files").scalars().all() == [upload.file_id]
 
     asyncio.run(scenario())
 
