@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, case, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, delete, func, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
@@ -14,7 +14,7 @@ from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
 from tramontane.router.batch.tables import DONE, FAILED, PENDING, Scope, files, jobs, lines
-from tramontane.router.openai.errors import HttpErrorSpec
+from tramontane.router.openai.errors import error_body
 
 LEASE_S = 15.0
 Condition = ColumnElement[bool]
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 CANCELLED = error_text(
-    "the job was cancelled before this line started", HttpErrorSpec(400, "invalid_request_error", code="batch_cancelled")
+    error_body("the job was cancelled before this line started", "invalid_request_error", code="batch_cancelled")
 )
 
 
@@ -188,8 +188,7 @@ def _fair_choice(is_open: Condition, is_running: Condition, is_free: Condition, 
     """Select the numbers of free jobs that are within their tenant's share of ``limit``, running ones counted first."""
     where = is_open & (is_running | is_free)
     num_tenants = select(func.count(jobs.c.tenant.distinct())).where(where).scalar_subquery()
-    order = (case((is_running, 0), else_=1), jobs.c.number)
-    rank = func.row_number().over(partition_by=jobs.c.tenant, order_by=order).label("rank")
+    rank = func.row_number().over(partition_by=jobs.c.tenant, order_by=(is_running.desc(), jobs.c.number)).label("rank")
     ranked = select(jobs.c.number, rank, is_free.label("is_free")).where(where).subquery()
     is_within_share = (ranked.c.rank == 1) | (ranked.c.rank * num_tenants <= limit)
     return select(ranked.c.number).where(ranked.c.is_free, is_within_share)

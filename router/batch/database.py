@@ -93,7 +93,6 @@ class Database:
         with self._lock:
             if self._engine is not None:
                 self._engine.dispose()
-                self._engine = None
 
     def _get_engine(self) -> Engine:
         with self._lock:
@@ -120,7 +119,6 @@ class Database:
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:  # noqa: ANN401 - sqlite3.Connection, of whichever driver
-    connection.isolation_level = None  # transactions begin explicitly, not where the driver guesses
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")  # what was accepted survives a loss of power
     connection.execute("PRAGMA journal_size_limit=67108864")

@@ -76,9 +76,7 @@ class FileStore:
             raise UnknownFileError(f"there is no file {file_id!r:.80}")
         return _record(rows[0])
 
-    def list(
-        self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
-    ) -> Sequence[FileRecord]:
+    def list(self, limit: int, after: str | None, purpose: str | None, newest_first: bool) -> Sequence[FileRecord]:
         """Return records of files, starting behind the file ``after``. Raises UnknownFileError."""
         where = self._scope.where(files) & files.c.is_whole
         if purpose is not None:

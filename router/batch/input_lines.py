@@ -77,7 +77,6 @@ class LineSplitter:
     def _add(self, part: bytes) -> None:
         if len(self._partial) + len(part) > self._max_bytes:
             self._is_too_long = True
-            self._partial.clear()
         elif not self._is_too_long:
             self._partial += part
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter, deque
+from itertools import count
 
 from tramontane.router.batch.outcomes import Sleep
 
@@ -14,11 +15,11 @@ class LineSlots:
     single job hold 2 each; with one slot they alternate.
     """
 
-    def __init__(self, count: int) -> None:
-        self.num_free = count
+    def __init__(self, num_slots: int) -> None:
+        self.num_free = num_slots
         self._held: Counter[str] = Counter()  # by tenant
-        self._num_granted = 0
-        self._last_turn: dict[str, int] = {}  # as ``_num_granted`` was
+        self._turns = count(1)
+        self._last_turn: Counter[str] = Counter()  # by tenant; 0 if it had none
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant; empty while a slot is free
 
     async def acquire(self, tenant: str) -> "LineSlot":
@@ -44,15 +45,14 @@ class LineSlots:
 
     def _grant(self) -> None:
         while self.num_free and self._waiting:
-            tenant = min(self._waiting, key=lambda each: (self._held[each], self._last_turn.get(each, 0)))
+            tenant = min(self._waiting, key=lambda each: (self._held[each], self._last_turn[each]))
             granted = self._waiting[tenant].popleft()
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
             if not granted.cancelled():
                 self.num_free -= 1
                 self._held[tenant] += 1
-                self._num_granted += 1
-                self._last_turn[tenant] = self._num_granted
+                self._last_turn[tenant] = next(self._turns)
                 granted.set_result(None)
 
     def _withdraw(self, tenant: str, granted: "asyncio.Future[None]") -> None:

@@ -60,9 +60,11 @@ class OutcomeWriter:
             batch, self._ready = self._ready[:MAX_OUTCOMES], self._ready[MAX_OUTCOMES:]
             if not self._ready:
                 self._wakeup.clear()
-            for claim in {each: None for each, _, _ in batch}:
-                of_claim = [(outcome, written) for each, outcome, written in batch if each is claim or each == claim]
-                await self._finish(claim, of_claim)
+            by_claim: dict[Claim, list[tuple[Outcome, asyncio.Future[None]]]] = {}
+            for claim, outcome, written in batch:
+                by_claim.setdefault(claim, []).append((outcome, written))
+            for claim, ready in by_claim.items():
+                await self._finish(claim, ready)
 
     async def _finish(self, claim: Claim, ready: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
         outcomes = [outcome for outcome, _ in ready]

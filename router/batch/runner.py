@@ -53,7 +53,7 @@ class _Run:
     """A job in progress."""
 
     claim: Claim
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)  # set as soon as there is one
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -73,7 +73,7 @@ class BatchRunner:
         claims: JobClaimStore,
         storage: JobStorage,
         answer: Answer,
-        concurrency: int = 64,
+        concurrency: int,
         poll_s: float = POLL_S,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -99,7 +99,7 @@ class BatchRunner:
                 await self._sleep(self._poll_s)
             writing.result()
         finally:
-            tasks = [run.task for run in self._runs.values() if run.task is not None]
+            tasks = [run.task for run in self._runs.values()]
             for task in [*tasks, writing]:
                 task.cancel()
             await asyncio.gather(*tasks, writing, return_exceptions=True)
@@ -131,7 +131,7 @@ class BatchRunner:
             epoch, state = held.get(number, (None, None))
             if state == JobState.CANCELLING:
                 run.cancelled.set()
-            if epoch != run.claim.epoch and run.task is not None:
+            if epoch != run.claim.epoch:
                 run.task.cancel()  # another runner holds it, or it has just ended
 
     async def _run_job(self, run: _Run) -> None:
@@ -180,14 +180,14 @@ class BatchRunner:
 
         The pauses have no jitter: with the number of failures they decide for how long a line is tried.
         """
-        tries = num_failed = 0
+        num_failed, pause = 0, MIN_WAIT_S
         while not run.is_cancelled:
             try:
                 answer = await self._answer(run.claim.endpoint, extract_body(line.text))
                 return Outcome(line.place, False, 200, json.dumps(answer))
             except UserError as error:
                 shape = http_error_for(error)  # as for an interactive request
-                return Outcome(line.place, True, shape.status, error_text(str(error), shape))
+                return Outcome(line.place, True, shape.status, error_text(shape.body(str(error))))
             except (OverloadedError, PipelineUnavailableError) as error:  # the line has not started
                 wait = getattr(error, "retry_after_s", 0)
             except Exception as error:  # the job continues in any case
@@ -196,11 +196,9 @@ class BatchRunner:
                 wait, num_failed = 0, num_failed + 1
                 if num_failed == MAX_TRIES:
                     why = str(error) if isinstance(error, PipelineError) else DEFECT
-                    return Outcome(line.place, True, UNAVAILABLE.status, error_text(why, UNAVAILABLE))
-            if run.is_cancelled:
-                break
-            await slot.yield_during(min(max(wait, MIN_WAIT_S * 2**tries), MAX_WAIT_S), self._sleep, run.cancelled)
-            tries = min(tries + 1, 10)
+                    return Outcome(line.place, True, UNAVAILABLE.status, error_text(UNAVAILABLE.body(why)))
+            await slot.yield_during(min(max(wait, pause), MAX_WAIT_S), self._sleep, run.cancelled)
+            pause *= 2
         return None
 
     async def _end(self, run: _Run) -> None:

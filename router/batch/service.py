@@ -195,7 +195,7 @@ class BatchService:
                 async for result in results:
                     yield result.line
 
-    async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
+    async def stored_results(self, job_id: str, offset: int) -> AsyncGenerator[StoredResult, None]:
         """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError, also if the job is deleted."""
         while True:
             job = await self.get_stored(job_id)  # read before its results: none is written after the end of a job

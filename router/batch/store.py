@@ -12,7 +12,6 @@ from tramontane.proto.errors import UnknownJobError
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.tables import FAILED, PENDING, Scope, jobs, lines
-from tramontane.router.openai.errors import HttpErrorSpec
 from tramontane.router.openai.responses import Answer
 
 NUM_SHOWN = 3
@@ -69,9 +68,9 @@ class StoredResult:
     http_status: int | None
 
 
-def error_text(message: str, shape: HttpErrorSpec) -> str:
-    """Return OpenAI's error object as JSON."""
-    return json.dumps(shape.body(message)["error"])
+def error_text(body: Mapping[str, Any]) -> str:
+    """Return OpenAI's error object of a response's body as JSON."""
+    return json.dumps(body["error"])
 
 
 def assign_offsets(connection: Connection, job: int, places: Sequence[int]) -> None:

@@ -27,12 +27,11 @@ from tramontane.router.batch.store import (
     summarize_line_errors,
 )
 from tramontane.router.batch.tables import FAILED, PENDING, jobs, lines
-from tramontane.router.openai.errors import HttpErrorSpec
+from tramontane.router.openai.errors import error_body
 
 ABANDONED_TIMEOUT_S = 600.0  # a submission without progress for this time is deleted
 TAKEOVER_TIMEOUT_S = 30.0  # a submission without progress for this time is replaced if its request is repeated
 MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
-BAD_LINE = HttpErrorSpec(400, "invalid_request_error", code="invalid_line")
 
 
 class JobSubmissions:
@@ -183,7 +182,7 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
         "text": line.text,
         "state": FAILED if line.problem else PENDING,
         "told": place if keeps_order else None,
-        "result": error_text(line.problem, BAD_LINE) if line.problem else None,
+        "result": _line_error(line.problem) if line.problem else None,
     }
 
 
@@ -192,4 +191,8 @@ def _as_invalid(row: dict[str, Any]) -> dict[str, Any]:
     if row["text"] is None:
         return row
     problem = f"line {row['line']}: its custom_id is that of an earlier line"
-    return row | {"text": None, "state": FAILED, "result": error_text(problem, BAD_LINE)}
+    return row | {"text": None, "state": FAILED, "result": _line_error(problem)}
+
+
+def _line_error(problem: str) -> str:
+    return error_text(error_body(problem, "invalid_request_error", code="invalid_line"))

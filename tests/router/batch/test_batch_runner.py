@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, POLL_S, BatchHarness, all_results, echo, pieces, request, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from tramontane.proto.errors import (
     JobRefusedError,
@@ -32,6 +35,7 @@ from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
+from tramontane.router.batch.tables import KEYLESS, jobs
 
 GOOD = request("a", 1)
 BAD = [
@@ -74,20 +78,26 @@ async def _whole(
 
 
 def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness) -> None:
-    """It is in the files of results."""
+    """It is in the files of results. One that fails ten times while it runs has 503."""
+    num_failed = 0
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
-        if body["prompt"]:
+        nonlocal num_failed
+        if body["prompt"] == 1:
             raise RequestError("no such prompt")
+        if body["prompt"] == 2:
+            num_failed += 1
+            raise PipelineError("a stage died")
         return {}
 
     async def scenario() -> None:
         service = harness.service()
-        job = await service.submit(pieces(requests(2)), JobOptions())
+        job = await service.submit(pieces(requests(3)), JobOptions())
         async with harness.running(harness.runner(answer)):
             await all_results(service, job.job_id)
         stored = service._jobs.get(job.job_id)
-        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400]
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [200, 400, 503]
+        assert num_failed == 10
 
     asyncio.run(scenario())
 
@@ -103,7 +113,7 @@ def test_a_request_key_has_1_to_256_characters(harness: BatchHarness, length: in
     asyncio.run(scenario())
 
 
-def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
+def test_what_ends_leaves_no_thread_and_no_connection(harness: BatchHarness) -> None:
     """A thread may hold a connection to the database."""
     before = set(threading.enumerate())
     runner, service = harness.runner(), harness.service()
@@ -112,10 +122,15 @@ def test_a_runner_that_ends_leaves_no_thread(harness: BatchHarness) -> None:
         job = await service.submit(pieces(GOOD), JobOptions())
         async with harness.running(runner):
             await all_results(service, job.job_id)
+        await service.upload("in.jsonl", "batch", iter([GOOD]))
 
     asyncio.run(scenario())
     service.close()
     assert [thread for thread in threading.enumerate() if thread not in before] == []
+    runner._claims._database.close()
+    database = harness.database.removeprefix("sqlite:///")
+    opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
+    assert [file for file in opened if file.startswith(database)] == []
 
 
 @given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
@@ -175,6 +190,9 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(harness: BatchHarne
         assert several is not None
         assert [each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")] == [1, 1, 0, 1, 0]
         assert several.endswith("; and 2 more")
+        many = await service.submit(pieces(b"x\n" * 21), JobOptions())
+        shown = (await service.get_stored(many.job_id)).problems
+        assert [problem.line for problem in shown] == list(range(1, 21)), "the first twenty, one by one"
 
     asyncio.run(scenario())
 
@@ -190,8 +208,9 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(harness: Batc
 
     async def scenario() -> None:
         service = harness.service()
-        with pytest.raises(UnknownJobError):
-            await service.get("batch_x")
+        for unknown in (service.get("batch_x"), service.cancel("batch_x")):
+            with pytest.raises(UnknownJobError):
+                await unknown
         assert await service.list(5) == []
         assert not Path(harness.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
         with pytest.raises(ConnectionError):
@@ -220,7 +239,10 @@ def test_what_died_while_it_was_submitted_is_removed(harness: BatchHarness) -> N
         await service.collect_garbage()
         with pytest.raises(OverloadedError):
             service._submissions.create(JobOptions(), request_key="k")
-        harness.clock.now += 1000
+        harness.clock.now += 600
+        await service.collect_garbage()
+        assert harness.claims()._database.read(select(jobs.c.number)) == [(begun.number,)], "it may still go on"
+        harness.clock.now += 1
         await service.collect_garbage()
         with pytest.raises(RequestError, match="made no progress"):
             await asyncio.to_thread(service._submissions.accept, begun)
@@ -278,7 +300,9 @@ def test_a_full_service_says_when_to_retry(harness: BatchHarness) -> None:
     asyncio.run(scenario())
 
 
-def test_overload_and_failures_are_tried_again_and_refusals_are_not(harness: BatchHarness) -> None:
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     requested: dict[str, int] = {}
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +330,8 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(harness: Bat
         "hopeless": "a stage died again",
     }
     assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert logged == ["'x'"] * MAX_TRIES, "only defects are logged with where they come from"
 
 
 @pytest.mark.parametrize(
@@ -571,6 +597,9 @@ def test_a_job_that_has_not_begun_can_be_cancelled(harness: BatchHarness) -> Non
         async with harness.running(harness.runner(echo)):
             results = await all_results(service, job.job_id)
         assert [line.is_error for line in results] == [True] * 3
+        assert [json.loads(line.body)["code"] for line in results] == ["batch_cancelled"] * 3
+        stored = service._jobs.get(job.job_id)
+        assert [result.http_status for result in service._jobs.results(stored, 0, 9)] == [None] * 3
 
     asyncio.run(scenario())
 
@@ -610,6 +639,82 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(harness: BatchHarn
         await asyncio.gather(*waiting)
 
     asyncio.run(scenario())
+
+
+def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_jobs(harness: BatchHarness) -> None:
+    """The documentation says how many an ingress replica and the Batch replica have: 12 and 18."""
+
+    async def scenario() -> None:
+        service, runner, go_on = harness.service(), harness.runner(), threading.Event()
+        pools = (service._threads, service._upload_threads, runner._threads, runner._lease_thread, runner._file_thread)
+        counts, waiting = list[int](), list[asyncio.Task[bool]]()
+        for pool in pools:
+            before = set(threading.enumerate())
+            waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
+            await asyncio.sleep(0)
+            counts.append(len(set(threading.enumerate()) - before))
+        go_on.set()
+        await asyncio.gather(*waiting)
+        for pool in pools:
+            pool.close()
+        assert counts == [8, 4, 4, 1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_have_not_begun_are_dropped_when_their_threads_end() -> None:
+    async def scenario() -> None:
+        pool, begun, go_on, made = JobThreadPool(1), threading.Event(), threading.Event(), list[str]()
+
+        def first() -> None:
+            begun.set()
+            go_on.wait()
+            made.append("first")
+
+        calls = [asyncio.create_task(pool.run(first)), asyncio.create_task(pool.run(made.append, "second"))]
+        await asyncio.to_thread(begun.wait)
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        await asyncio.wait([calls[1]], timeout=20)
+        go_on.set()
+        await closing
+        await calls[0]
+        assert calls[1].cancelled()
+        assert made == ["first"]
+
+    asyncio.run(scenario())
+
+
+def test_512_streams_are_open_at_most(harness: BatchHarness) -> None:
+    """Of them an API key has half."""
+    with ExitStack() as streams:
+        service = harness.service()
+        for tenant, most in (("own", 256), (KEYLESS, 256)):
+            for _ in range(most):
+                streams.enter_context(service.for_tenant(tenant).streaming())
+            with pytest.raises(OverloadedError, match=f"^{most} of your streams"):
+                streams.enter_context(service.for_tenant(tenant).streaming())
+
+
+def test_metadata_has_16_keys_of_64_characters_with_values_of_512(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service = harness.service()
+        most = {f"{number:064}": "v" * 512 for number in range(16)}
+        assert (await service.submit(pieces(GOOD), JobOptions(metadata=most))).options.metadata == most
+        for metadata in ({"k" * 65: ""}, {"k": "v" * 513}, most | {"k": ""}):
+            with pytest.raises(JobRefusedError, match="16 keys of 64 characters, with texts of 512"):
+                await service.submit(pieces(GOOD), JobOptions(metadata=metadata))
+
+    asyncio.run(scenario())
+
+
+def test_a_list_has_100_jobs_at_most(harness: BatchHarness) -> None:
+    service = harness.service(limits=replace(LIMITS, max_open_jobs=101))
+    made = [service._submissions.create(JobOptions()) for _ in range(101)]
+    with service._database.writing() as connection:
+        connection.exec_driver_sql("UPDATE tramontane_jobs SET state = 'queued'")
+    newest = [job.job.job_id for job in made[::-1]]
+    for limit, count in ((99, 99), (100, 100), (101, 100)):
+        assert [job.job_id for job in asyncio.run(service.list(limit))] == newest[:count]
 
 
 def test_streams_are_bounded(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:

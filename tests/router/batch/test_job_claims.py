@@ -11,7 +11,7 @@ from batch_jobs import BatchHarness, all_results, echo, pieces, request, request
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
-from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore
+from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore, PendingLine
 from tramontane.router.batch.runner import MAX_WAIT_S, BatchRunner
 from tramontane.router.batch.storage import JobStorage
 
@@ -163,6 +163,78 @@ def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> N
                 harness.clock.now += 0.6 * LEASE_S
             go_on.set()
             assert len(await all_results(service, job.job_id)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_another_runner_holds_is_left_at_once(harness: BatchHarness) -> None:
+    """Its lines are not computed twice for longer than the runner needs to notice."""
+
+    async def scenario() -> None:
+        service, elsewhere, has_begun, has_left = harness.service(), harness.claims(), asyncio.Event(), asyncio.Event()
+
+        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+            has_begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                has_left.set()
+            return {}
+
+        job = await service.submit(pieces(requests(1)), JobOptions())
+        async with harness.running(harness.runner(answer)):
+            await has_begun.wait()
+            elsewhere.clock = lambda: harness.clock.now + 2 * LEASE_S
+            assert [claim.job_id for claim in elsewhere.claim(1)] == [job.job_id]
+            await asyncio.wait_for(has_left.wait(), 20)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_is_renewed_after_a_third_of_its_time(harness: BatchHarness) -> None:
+    """So that two attempts may fail."""
+
+    async def scenario() -> None:
+        service, claims, renewals, lapses = harness.service(), harness.claims(), list[bool](), (0, 5.0, 0.5, 5.0, 0.5)
+        go_on, real = asyncio.Event(), claims.claimed
+
+        def claimed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+            renewals.append(renew)
+            if len(renewals) < len(lapses):
+                harness.clock.now += lapses[len(renewals)]
+            else:
+                loop.call_soon_threadsafe(go_on.set)
+            return real(running, renew)
+
+        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            await go_on.wait()
+            return await echo(endpoint, body)
+
+        loop = asyncio.get_running_loop()
+        claims.claimed = claimed  # type: ignore[method-assign]
+        job = await service.submit(pieces(requests(1)), JobOptions())
+        async with harness.running(harness.runner(answer, claims=claims)):
+            assert len(await all_results(service, job.job_id)) == 1
+        assert renewals[: len(lapses)] == [True, False, True, False, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_runner_holds_256_lines_of_a_job(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service, claims, fetched = harness.service(), harness.claims(), list[int]()
+        real = claims.next_lines
+
+        def next_lines(*arguments: Any) -> Sequence[PendingLine]:  # noqa: ANN401
+            found = real(*arguments)
+            fetched.append(len(found))
+            return found
+
+        claims.next_lines = next_lines  # type: ignore[method-assign]
+        job = await service.submit(pieces(requests(257)), JobOptions())
+        async with harness.running(harness.runner(claims=claims)):
+            assert len(await all_results(service, job.job_id)) == 257
+        assert fetched == [256, 1, 0]
 
     asyncio.run(scenario())
 

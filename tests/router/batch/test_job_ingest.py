@@ -1,6 +1,7 @@
 """How lines come in: outside the event loop, and in bounded number."""
 
 import asyncio
+import hashlib
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -12,10 +13,11 @@ import pytest
 from batch_fixtures import sqlite_harness
 from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 
-from tramontane.proto.errors import JobRefusedError, PipelineError
+from tramontane.proto.errors import FileTooLargeError, JobRefusedError, PipelineError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import database as batch_database
 from tramontane.router.batch import ingest as job_intake
+from tramontane.router.batch.database import JobThreadPool
 from tramontane.router.batch.input_lines import InputLine, LineSplitter, ParsedLine, parse_line
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.batch.submissions import JobSubmissions
@@ -56,7 +58,62 @@ def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: 
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize(("count", "prompt", "sizes"), [(2500, "x", [1000, 1000, 500]), (1200, "x" * 1900, [528, 528, 144])])
+def test_64_kibibytes_are_cut_at_once(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, sizes = LineSplitter.feed, list[int]()
+
+    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
+        sizes.append(len(piece))
+        return real(splitter, piece)
+
+    monkeypatch.setattr(LineSplitter, "feed", feed)
+    asyncio.run(harness.service().submit(pieces(b"x" * (2**17 + 1), 2**16), JobOptions()))
+    assert sizes == [65_536, 65_536, 1]
+
+
+def test_an_input_may_have_as_many_bytes_as_the_limit_says(harness: BatchHarness) -> None:
+    """Also when its request is repeated, and its bytes are compared."""
+    text = requests(3)
+    service = harness.service(limits=replace(LIMITS, max_bytes=len(text)))
+    made = {asyncio.run(service.submit(pieces(text, 50), JobOptions(), "key")).job_id for _ in range(2)}
+    assert len(made) == 1
+    for key in ("key", None):
+        with pytest.raises(FileTooLargeError, match="the input is larger than"):
+            asyncio.run(service.submit(pieces(text + b"\n", 50), JobOptions(), key))
+
+
+def test_pieces_of_64_kibibytes_are_compared_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, on_loop, loop_thread = hashlib.sha256, list[int](), threading.get_ident()
+
+    class Digest:
+        def __init__(self) -> None:
+            self._real = real()
+
+        def update(self, piece: bytes) -> None:
+            if threading.get_ident() == loop_thread:
+                on_loop.append(len(piece))
+            self._real.update(piece)
+
+        def hexdigest(self) -> str:
+            return self._real.hexdigest()
+
+    async def scenario() -> str:
+        threads = JobThreadPool(1)
+        digest = await job_intake.digest_of_text(pieces(b"x" * (2**17 - 1), 2**16), 2**20, threads)
+        threads.close()
+        return digest
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    assert asyncio.run(scenario()) == real(b"x" * (2**17 - 1)).hexdigest()
+    assert on_loop == [2**16 - 1]
+
+
+_OF_2048 = "x" * (2048 - len(request("0000", "").strip()))  # with it 512 lines are a mebibyte
+
+
+@pytest.mark.parametrize(
+    ("count", "prompt", "sizes"),
+    [(2500, "x", [1000, 1000, 500]), (1200, "x" * 1900, [528, 528, 144]), (1100, _OF_2048, [513, 513, 74])],
+)
 def test_a_transaction_adds_a_thousand_lines_or_a_mebibyte(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, count: int, prompt: str, sizes: list[int]
 ) -> None:
@@ -69,7 +126,7 @@ def test_a_transaction_adds_a_thousand_lines_or_a_mebibyte(
 
     monkeypatch.setattr(JobSubmissions, "add_lines", add_lines)
     text = b"".join(request(f"{number:04}", prompt) for number in range(count))
-    service = harness.service(limits=replace(LIMITS, max_bytes=2**22))
+    service = harness.service(limits=replace(LIMITS, max_line_bytes=2048, max_bytes=2**22))
     assert asyncio.run(service.submit(pieces(text, 100_000), JobOptions())).num_invalid == 0
     assert added == sizes
 
@@ -140,6 +197,13 @@ def test_a_line_with_too_many_elements_is_invalid_before_it_is_parsed() -> None:
     line = parse_line(InputLine(7, text), "/v1/completions", 2**20)
     assert (line.custom_id, line.text) == (None, None)
     assert line.problem == f"line 7: it has more than {MAX_GROUPS} lists and objects; send fewer at once"
+
+
+def test_a_custom_id_has_1_to_256_characters() -> None:
+    for length, is_valid in ((0, False), (1, True), (256, True), (257, False)):
+        line = parse_line(InputLine(7, request("é" * length, 1).strip()), "/v1/completions", 2**20)
+        assert (line.problem is None) == is_valid
+        assert is_valid or line.problem == "line 7: custom_id must be a text of 1 to 256 characters"
 
 
 def test_a_service_that_accepts_nothing_now_still_reads_what_is_there(

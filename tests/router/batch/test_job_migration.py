@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -58,7 +59,8 @@ def test_its_jobs_are_those_of_clients_without_a_key(harness: BatchHarness) -> N
         done = await service.get_stored(DONE)
         assert (done.job.state, done.job.num_done, done.job.num_failed) == (JobState.COMPLETED, 2, 2)
         assert [done.error_file, done.output_file, done.input_file] == [*FILES, UPLOAD]
-        assert [line.custom_id for line in await all_results(service, DONE)] == ["r0", "r1", "", "r0"]
+        results = await all_results(service, DONE)
+        assert [(line.custom_id, line.is_error) for line in results] == [("r0", False), ("r1", False), ("", True), ("r0", True)]
         assert [file.file_id for file in await service.list_files(9)] == [*FILES, UPLOAD]
         other_key = service.for_tenant("digest")
         assert (await other_key.list(9), await other_key.list_files(9)) == ([], [])
@@ -95,7 +97,18 @@ def test_its_schema_becomes_that_of_a_new_database(harness: BatchHarness, tmp_pa
     assert _schema(harness.database) == _schema(new), "also when it is opened again"
 
 
-def _schema(url: str) -> dict[str, object]:
+def test_the_columns_that_it_gets_are_those_that_other_versions_expect(harness: BatchHarness) -> None:
+    """Servers of several versions may share a database. A tenant is 64 digits, a digest of a URL 68 characters."""
+    columns = {table: found[0] for table, found in _schema(harness.database).items()}
+    for table in ("tramontane_files", "tramontane_jobs"):
+        kind, is_nullable, default = columns[table]["tenant"]
+        assert (kind, is_nullable, default.startswith("''")) == ("VARCHAR(64)", False, True)
+    kind, is_nullable, default = columns["tramontane_jobs"]["num_bytes"]
+    assert (kind, is_nullable, default.strip("'")[0]) in (("INTEGER", False, "0"), ("BIGINT", False, "0"))
+    assert columns["tramontane_jobs"]["input_digest"] == ("VARCHAR(80)", True, None)
+
+
+def _schema(url: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     database = Database(url)
     with database.writing() as connection:
         found = {table: _table(connection, table) for table in inspect(connection).get_table_names()}
@@ -103,11 +116,11 @@ def _schema(url: str) -> dict[str, object]:
     return found
 
 
-def _table(connection: Connection, name: str) -> object:
+def _table(connection: Connection, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     inspector = inspect(connection)
     columns = {each["name"]: (str(each["type"]), each["nullable"], each["default"]) for each in inspector.get_columns(name)}
     indexes = {
-        each["name"]: (each["column_names"], each["unique"], sorted(map(str, each.get("dialect_options", {}).values())))
+        str(each["name"]): (each["column_names"], each["unique"], sorted(map(str, each.get("dialect_options", {}).values())))
         for each in inspector.get_indexes(name)
     }
     return columns, indexes

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import multiprocessing
+import os
 import random
+import stat
 import threading
 import time
 import traceback
@@ -11,22 +13,25 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
+from batch_jobs import LIMITS, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
 from postgres import new_database
-from sqlalchemy import text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.proto.jobs import Job, JobOptions, JobState
-from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
+from tramontane.router.batch import database as batch_database
+from tramontane.router.batch.claims import LEASE_S, JobClaimStore, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.service import BatchService
+from tramontane.router.batch.tables import lines
 from tramontane.router.batch.urls import UrlReader
 
 
@@ -42,6 +47,9 @@ def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
     """In a database of its own."""
     url = new_database(request.getfixturevalue("postgres_url"))
     return BatchHarness(url, f"memory://jobs-{uuid.uuid4().hex}")
+
+
+_PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "journal_size_limit": 64 * 2**20}
 
 
 def _submitted(harness: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
@@ -84,9 +92,12 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: Ba
     assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
     harness.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
-    harness.clock.now += 0.2 * LEASE_S
+    harness.clock.now += 0.1 * LEASE_S
+    assert second.claim(5) == [], "it ends now"
+    harness.clock.now += 0.1 * LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
+    assert service._jobs.get(job.job_id).job.started_at == job.created_at, "by the first"
     assert first.claimed([old.number], renew=True) == {}
     for write in (
         lambda: first.finish(old, _done(0)),
@@ -188,6 +199,17 @@ def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continu
     assert store.accept(slow).job.num_lines == 1
 
 
+def test_numbers_of_jobs_are_not_used_again(harness: BatchHarness) -> None:
+    """A process may still add lines to a job that was deleted."""
+    store = harness.service()._submissions
+    first = store.create(JobOptions())
+    store.delete(first.number)
+    second = store.create(JobOptions())
+    assert second.number > first.number
+    with pytest.raises(RequestError, match="made no progress"):
+        store.add_lines(first, 0, [ParsedLine(1, "a", "{}", None)])
+
+
 def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> None:
     """Its request is cancelled again while what it left is being deleted, as by a server that stops."""
 
@@ -273,6 +295,132 @@ def test_a_page_of_lines_is_bounded_in_bytes(harness: BatchHarness) -> None:
     assert [line.place for line in claims.next_lines(claim, 1, 100, sizes[2] + sizes[3])] == [2, 3]
 
 
+def _large(harness: BatchHarness, count: int, num_bytes: int) -> BatchService:
+    """Return the service of a job with lines of this size."""
+    size = num_bytes - len(request("0", "").strip())
+    text = b"".join(request(str(number), "x" * size) for number in range(count))
+    service = harness.service(limits=replace(LIMITS, max_line_bytes=2**20, max_bytes=2**24))
+    asyncio.run(service.submit(pieces(text, 2**20), JobOptions()))
+    return service
+
+
+def test_pages_have_4_mebibytes_of_lines_and_8_of_results(harness: BatchHarness) -> None:
+    """Where their readers give no other bound."""
+    _large(harness, 9, 2**20)
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    assert len(claims.next_lines(claim, -1, 100)) == 4
+    claims.finish(claim, [Outcome(place, False, 200, "x" * 2**20) for place in range(9)])
+    assert len(claims.results(claim, 0, 100)) == 8
+
+
+def test_5000_lines_are_cancelled_at_once(harness: BatchHarness) -> None:
+    """In one transaction, for which other writers wait; those behind a line if it is given."""
+    service = harness.service(limits=replace(LIMITS, max_lines=5002))
+    asyncio.run(service.submit(pieces(requests(5002)), JobOptions()))
+    claims = harness.claims()
+    (claim,) = claims.claim(1)
+    assert [claims.cancel_some(claim, after) for after in (5000, -1, 4999, 5001)] == [5001, 4999, 5000, None]
+
+
+def test_10000_lines_are_deleted_at_once(harness: BatchHarness) -> None:
+    """In one transaction, and others write in between."""
+    service, num_deleted = harness.service(), list[int]()
+    job = service._submissions.create(JobOptions())
+    for first in range(0, 10_001, 1000):
+        new = [ParsedLine(1, None, None, "invalid") for _ in range(min(1000, 10_001 - first))]
+        service._submissions.add_lines(job, first, new)
+
+    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:  # noqa: ANN401
+        if statement.startswith("DELETE FROM tramontane_lines"):
+            num_deleted.append(cursor.rowcount)
+
+    event.listen(service._database._get_engine(), "after_cursor_execute", note)
+    service._submissions.delete(job.number)
+    assert num_deleted == [10_000, 1, 0]
+    assert _rows(service) == (0, 0)
+
+
+def test_a_runner_does_not_wait_for_jobs_that_others_hold_up(request: pytest.FixtureRequest) -> None:
+    """As PostgreSQL's row locks do."""
+    harness = _on_postgres(request)
+    _submitted(harness, 1)
+    _, free = _submitted(harness, 1)
+    claims = JobClaimStore(Database(f"{harness.database}&options=-c lock_timeout=1"), "tiny", harness.clock)
+    with psycopg.connect(harness.database) as connection:
+        connection.execute("SELECT * FROM tramontane_jobs WHERE number = 1 FOR UPDATE")
+        assert [claim.job_id for claim in claims.claim(5)] == [free.job_id]
+    claims._database.close()
+    harness.close()
+
+
+def test_rows_of_postgresql_are_fetched_64_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row may have megabytes, and most readers do not need all."""
+    harness = _on_postgres(request)
+    service, _ = _submitted(harness, 200)
+    real, sizes = psycopg.ServerCursor.fetchmany, list[int]()
+
+    def fetchmany(cursor: Any, size: int = 0) -> Any:  # noqa: ANN401
+        sizes.append(size)
+        return real(cursor, size)
+
+    monkeypatch.setattr(psycopg.ServerCursor, "fetchmany", fetchmany)
+    with service._database.stream_rows(select(lines)) as rows:
+        assert len(list(rows)) == 200
+    assert max(sizes) == 64
+    harness.close()
+
+
+def test_servers_of_all_versions_create_the_tables_one_at_a_time(request: pytest.FixtureRequest) -> None:
+    """They wait for the same lock of PostgreSQL, whose number therefore stays."""
+    harness = _on_postgres(request)
+    database, waiting = Database(harness.database), 0
+    with psycopg.connect(harness.database, autocommit=True) as connection:
+        connection.execute("SELECT pg_advisory_lock(7408224)")
+        thread = threading.Thread(target=database.read, args=(select(lines),))
+        thread.start()
+        while thread.is_alive() and not waiting:
+            found = connection.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted").fetchone()
+            assert found is not None
+            (waiting,) = found
+    thread.join()
+    assert waiting == 1
+    database.close()
+
+
+def test_only_the_user_can_read_the_folder_of_the_database(tmp_path: Path) -> None:
+    """Which is made with those above it; prompts are private."""
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            with closing(Database(f"sqlite:///{tmp_path}/a/b/jobs.sqlite")) as database, database.writing():
+                pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_sqlite_has_one_writer_from_its_begin_and_readers_hold_it_up_in_no_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_database, "SQLITE_BUSY_TIMEOUT_S", 0.0)
+    url = f"sqlite:///{tmp_path}/jobs.sqlite"
+    with closing(Database(url)) as first, closing(Database(url)) as second:
+        with first.writing(), first.stream_rows(select(lines)):
+            pass
+        with first.writing(), pytest.raises(JobStoreError, match="database is locked"), second.writing():
+            pass
+        with first.stream_rows(select(lines)), second.writing():
+            pass
+
+
+def test_what_sqlite_has_committed_survives_a_loss_of_power(tmp_path: Path) -> None:
+    """And its log does not stay large."""
+    with closing(Database(f"sqlite:///{tmp_path}/jobs.sqlite")) as database, database.reading() as connection:
+        found = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in _PRAGMAS]
+    assert dict(zip(_PRAGMAS, found, strict=True)) == _PRAGMAS
+
+
 def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
     """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
 
@@ -308,10 +456,13 @@ def test_files_are_kept_bounded_and_listed(harness: BatchHarness) -> None:
         made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
         assert [file.num_bytes for file in made] == [1, 2, 3, 4]
         with pytest.raises(RequestError, match="larger"):
-            await service.upload("x", "batch", iter([b"x" * 2**20] * 2))
+            await service.upload("x", "batch", iter([b"x" * 2**20, b"x"]))
+        largest = await service.upload("x", "batch", iter([b"x" * 2**20]))
+        await service.delete_file(largest.file_id)
         ids = [file.file_id for file in made]
         assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
         assert [file.file_id for file in await service.list_files(2, ids[1], newest_first=False)] == ids[2:]
+        assert [file.file_id for file in await service.list_files(9, ids[2])] == ids[1::-1]
         assert await service.list_files(9, purpose="batch_output") == []
         assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
         await service.delete_file(ids[2])
@@ -428,8 +579,12 @@ def test_a_database_that_cannot_hold_jobs_is_refused(url: str) -> None:
 
 def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for url in (f"sqlite:///{tmp_path}/file/jobs.sqlite", f"sqlite:///{tmp_path}", "postgresql://u:secret@/none?host=/nowhere"):
-        with pytest.raises(JobStoreError) as reported, Database(url).writing():
+    for url, reason in (
+        (f"sqlite:///{tmp_path}/file/jobs.sqlite", "cannot be created: "),
+        (f"sqlite:///{tmp_path}", "cannot be used now: unable to open database file"),
+        ("postgresql://u:secret@/none?host=/nowhere", "cannot be used now: "),
+    ):
+        with pytest.raises(JobStoreError, match=f"the jobs' database {reason}") as reported, Database(url).writing():
             pass
         assert "secret" not in str(reported.value)
 

@@ -2,22 +2,29 @@
 
 import asyncio
 import json
+import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_fixtures import sqlite_harness
-from batch_jobs import BatchHarness, all_results, pieces, request, requests
+from batch_jobs import LIMITS, BatchHarness, all_results, pieces, request, requests
 
 from tramontane.proto.errors import JobRefusedError, JobStoreError
 from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch import outcomes
-from tramontane.router.batch.outcomes import _ResultFiles
+from tramontane.router.batch import service as batch_service
+from tramontane.router.batch.claims import Claim, Outcome
+from tramontane.router.batch.database import JobThreadPool
+from tramontane.router.batch.files import FileRecord
+from tramontane.router.batch.outcomes import OutcomeWriter, _ResultFiles
 from tramontane.router.batch.service import BatchService
-from tramontane.router.batch.storage import StorageFile
+from tramontane.router.batch.storage import JobStorage, StorageFile
+from tramontane.router.batch.store import StoredJob, StoredResult
 
 NUM_LARGE = 4
 
@@ -143,6 +150,159 @@ def test_pages_make_whole_files(harness: BatchHarness, monkeypatch: pytest.Monke
             assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_lines", "size", "pages"), [(1001, 2, [1000, 1, 0]), (9, 2**20, [8, 1, 0])])
+def test_a_page_has_1000_results_or_8_mebibytes(harness: BatchHarness, num_lines: int, size: int, pages: list[int]) -> None:
+    async def scenario() -> None:
+        service, claims, threads, read = harness.service(), harness.claims(), JobThreadPool(1), list[int]()
+        await _submit(service, requests(num_lines))
+        (claim,) = claims.claim(1)
+        body = json.dumps("x" * (size - 2))
+        claims.finish(claim, [Outcome(place, False, 200, body) for place in range(num_lines)])
+        real = claims.results
+
+        def results(claim: Claim, offset: int, limit: int) -> Sequence[StoredResult]:
+            found = real(claim, offset, limit)
+            read.append(len(found))
+            return found
+
+        claims.results = results  # type: ignore[method-assign]
+        storage = JobStorage(harness.storage)
+        output, errors = await outcomes.write_result_files(claims, storage, claim, asyncio.sleep, threads)
+        threads.close()
+        assert (output is None, errors) == (False, None)
+        assert read == pages
+
+    asyncio.run(scenario())
+
+
+def test_500_outcomes_are_written_at_once(harness: BatchHarness) -> None:
+    """In one transaction, for which other writers wait."""
+
+    async def scenario() -> None:
+        service, claims, threads, written = harness.service(), harness.claims(), JobThreadPool(1), list[int]()
+        job = await _submit(service, requests(501))
+        (claim,) = claims.claim(1)
+        real = claims.finish
+
+        def finish(claim: Claim, ready: Sequence[Outcome]) -> None:
+            written.append(len(ready))
+            real(claim, ready)
+
+        claims.finish = finish  # type: ignore[method-assign]
+        writer = OutcomeWriter(claims, asyncio.sleep, threads)
+        writes = [asyncio.ensure_future(writer.write(claim, Outcome(place, False, 200, "{}"))) for place in range(501)]
+        await asyncio.sleep(0)
+        running = asyncio.create_task(writer.run())
+        await asyncio.gather(*writes)
+        running.cancel()
+        threads.close()
+        assert written == [500, 1]
+        assert (await service.get(job)).num_done == 501
+
+    asyncio.run(scenario())
+
+
+def test_outcomes_of_several_jobs_that_are_ready_at_once_are_written_to_each(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service, claims, threads = harness.service(), harness.claims(), JobThreadPool(1)
+        jobs = [await _submit(service, requests(2)) for _ in range(2)]
+        writer, held = OutcomeWriter(claims, asyncio.sleep, threads), claims.claim(2)
+        outcomes = [(claim, Outcome(place, False, 200, json.dumps(claim.job_id))) for place in range(2) for claim in held]
+        writes = [asyncio.ensure_future(writer.write(*each)) for each in outcomes]
+        await asyncio.sleep(0)
+        running = asyncio.create_task(writer.run())
+        await asyncio.gather(*writes)
+        running.cancel()
+        threads.close()
+        for job in jobs:
+            results = service._jobs.results(service._jobs.get(job), 0, 9)
+            assert [json.loads(result.line.body) for result in results] == [job, job]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_lines", "size", "pages"), [(501, 2, [500, 1, 0]), (5, 2**17, [2, 2, 1, 0])])
+def test_a_stream_holds_500_results_or_256_kibibytes(harness: BatchHarness, num_lines: int, size: int, pages: list[int]) -> None:
+    """While its reader is slow."""
+
+    async def scenario() -> None:
+        service, claims, read = harness.service(), harness.claims(), list[int]()
+        job = await _submit(service, requests(num_lines))
+        (claim,) = claims.claim(1)
+        body = json.dumps("x" * (size - 2))
+        claims.finish(claim, [Outcome(place, False, 200, body) for place in range(num_lines)])
+        claims.end(claim, JobState.COMPLETED, None, None)
+        real = service._jobs.results
+
+        def results(job: StoredJob, *arguments: int) -> Sequence[StoredResult]:
+            found = real(job, *arguments)
+            read.append(len(found))
+            return found
+
+        service._jobs.results = results  # type: ignore[method-assign, assignment]
+        assert [line.offset for line in await all_results(service, job)] == list(range(num_lines))
+        assert read == pages
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_waits_only_when_there_are_no_results(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time for half a second: it queries the database."""
+
+    async def scenario() -> None:
+        service, claims, slept, real = harness.service(), harness.claims(), list[float](), asyncio.sleep
+        service._poll_s = batch_service.POLL_INTERVAL_S
+        job = await _submit(service, requests(2))
+        (claim,) = claims.claim(1)
+        claims.finish(claim, [Outcome(0, False, 200, "{}")])
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            claims.finish(claim, [Outcome(1, False, 200, "{}")])
+            claims.end(claim, JobState.COMPLETED, None, None)
+            await real(0)
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert len(await all_results(service, job)) == 2
+        assert slept == [0.5]
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_is_withdrawn_takes_no_other_with_it(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service, claims = harness.service(), harness.claims()
+        upload = await service.upload("in.jsonl", "batch", iter([requests(1)]))
+        await _submit(service, requests(1))
+        (claim,) = claims.claim(1)
+        result = FileRecord.new("out.jsonl", "batch_output", 0.0)
+        claims.announce_file(claim, result)
+        claims.withdraw_file(result)
+        with service._database.reading() as connection:
+            assert connection.exec_driver_sql("SELECT file_id FROM tramontane_files").scalars().all() == [upload.file_id]
+
+    asyncio.run(scenario())
+
+
+def test_a_file_is_read_a_mebibyte_at_a_time(harness: BatchHarness) -> None:
+    async def scenario() -> None:
+        service = harness.service(limits=replace(LIMITS, max_bytes=2**22))
+        file = await service.upload("in.jsonl", "batch", iter([b"x" * (2**21 + 1)]))
+        assert [len(piece) async for piece in await service.content(file.file_id)] == [2**20, 2**20, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_local_file_that_is_complete_survives_a_loss_of_power(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its bytes are with the disk before anyone knows of them. A storage elsewhere has no disk here."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    assert JobStorage(harness.storage).write("batch/a", iter([b"x" * 3000, b"y"])) == 3001
+    assert synced == [3001]
+    JobStorage("memory://elsewhere").write("batch/a", iter([b"x"]))
+    assert len(synced) == 1
 
 
 def test_results_are_no_input_of_another_job(harness: BatchHarness) -> None:

@@ -27,6 +27,9 @@ def test_a_job_that_runs_has_no_end_and_no_errors() -> None:
     assert {name: time for name, time in times.items() if time is not None} == {"created_at": 1000, "in_progress_at": 1001}
     assert (batch["status"], batch["errors"], batch["metadata"]) == ("in_progress", None, None)
     assert batch["request_counts"] == {"total": 9, "completed": 4, "failed": 2}
+    assert [batch[f"{name}_file_id"] for name in ("input", "output", "error")] == ["file-in", "file-out", "file-errors"]
+    of_text = schema.batch_answer(replace(_stored(RUNNING), input_file=None), None).as_json()
+    assert of_text["input_file_id"] == "", "its lines came without a file"
 
 
 @pytest.mark.parametrize(("keep_s", "expires_at"), [(500.0, 1502), (None, None)])
@@ -74,7 +77,8 @@ def test_query_parameters_are_in_their_ranges() -> None:
     assert [schema.parse_limit(query, 20, 100) for query in ({}, {"limit": "1"}, {"limit": "100"})] == [20, 1, 100]
     assert [schema.parse_choice(query, "order", "asc", "desc") for query in ({}, {"order": "desc"})] == [None, "desc"]
     schema.check_query({"order": "asc"}, "limit", "order")
-    for limit in ("0", "101", "-1", "1.5", "", "٣", "1" * 10):
+    assert schema.parse_limit({"limit": "7".zfill(9)}, 20, 100) == 7
+    for limit in ("0", "101", "-1", "1.5", "", "٣", "7".zfill(10)):
         with pytest.raises(ParameterError, match="from 1 to 100"):
             schema.parse_limit({"limit": limit}, 20, 100)
     with pytest.raises(ParameterError, match="asc or desc"):
@@ -86,3 +90,12 @@ def test_query_parameters_are_in_their_ranges() -> None:
 def test_the_limits_are_those_of_the_documentation() -> None:
     """Without options, as ``docs/batch-jobs.md`` gives them."""
     assert JobLimits() == JobLimits(2**20, 4_194_304, 4 * 2**30, 1000, 16_777_216, 64 * 2**30, keep_s=None)
+    assert (schema.MAX_LIST, schema.MAX_FILE_LIST) == (100, 10_000)
+
+
+def test_a_batch_keeps_the_order_of_its_input_unless_it_is_asked_not_to() -> None:
+    least = {"input_file_id": "file-a", "endpoint": "/v1/completions"}
+    for body in (least, least | {"keeps_order": None, "metadata": None, "completion_window": None}):
+        batch = schema.parse_batch(json.dumps(body).encode())
+        assert (batch.options, batch.completion_window) == (JobOptions("/v1/completions", True, {}), "24h")
+    assert not schema.parse_batch(json.dumps(least | {"keeps_order": False}).encode()).options.keeps_order

@@ -173,6 +173,9 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
     async def scenario() -> None:
         keyless = harness.service(limits=replace(LIMITS, max_stored_bytes=10_000), keep_s=1000.0)
         own, other = keyless.for_tenant("own"), keyless.for_tenant("other")
+        assert own._quota.usage() == (0, 0), "before there is a database"
+        full = await own.upload("in", "batch", iter([b"x" * 10_000]))
+        await own.delete_file(full.file_id)
         file = await own.upload("in", "batch", iter([b"x" * 6000]))
         with pytest.raises(QuotaExceededError, match=r"would hold 10\.7 KiB with this one, and at most 9\.77 KiB may be stored"):
             await own.upload("in", "batch", iter([b"x" * 2500] * 2))
@@ -209,6 +212,7 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         harness.clock.now += 1001
         await keyless.collect_garbage()
         assert own._quota.usage() == (0, 0), "of all tenants"
+        assert list(Path(harness.storage).rglob("*.jsonl")) == []
         assert await other.list_files(9) == []
         await own.submit(pieces(GOOD), JobOptions())
 
@@ -250,6 +254,43 @@ def test_the_size_of_an_upload_is_recorded_every_64_mebibytes(
     service = sqlite_harness.service(limits=replace(LIMITS, max_bytes=2**30, max_stored_bytes=2**30))
     service._files.write("large", "batch", iter([Large()] * 40))
     assert recorded == [2**26, 2**27, 40 * 2**22], "and when it is complete"
+
+
+def test_an_upload_of_which_nothing_has_come_counts_nothing(sqlite_harness: BatchHarness) -> None:
+    service = sqlite_harness.service()
+    counted: list[int] = []
+
+    def part() -> Iterator[bytes]:
+        counted.append(service._quota.usage().num_bytes)
+        yield b"x"
+
+    file = service._files.write("n" * 300, "batch", part())
+    assert counted == [0]
+    assert (file.filename, file.num_bytes) == ("n" * 255, 1)
+
+
+def test_an_upload_that_has_not_grown_for_a_day_is_deleted(sqlite_harness: BatchHarness) -> None:
+    """Its process has died; one that is still complete after that time stays."""
+    service = sqlite_harness.service()
+    files = service._files
+    complete = files.write("complete", "batch", iter([b"x"]))
+
+    def part() -> Iterator[bytes]:
+        yield b"x"
+        service._clock.now += 86_400  # type: ignore[attr-defined]
+        asyncio.run(service.collect_garbage())
+        assert count() == 2
+        service._clock.now += 1  # type: ignore[attr-defined]
+        asyncio.run(service.collect_garbage())
+        assert count() == 1
+
+    def count() -> int:
+        with service._database.reading() as connection:
+            return int(connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar_one())
+
+    with pytest.raises(UnknownFileError):
+        files.write("incomplete", "batch", part())
+    assert files.get(complete.file_id) == complete
 
 
 def test_large_uploads_hold_up_nothing_else(sqlite_harness: BatchHarness) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tramontane.proto.errors import JobRefusedError
+from tramontane.proto.errors import ConfigError, JobRefusedError
 from tramontane.router.batch import urls
 from tramontane.router.batch.urls import UrlReader
 
@@ -79,6 +79,12 @@ def test_a_link_that_appears_after_the_check_leads_nowhere(
     monkeypatch.setattr(urls, "_canonicalize", canonicalize)
     with pytest.raises(JobRefusedError, match="not among the URLs"):
         asyncio.run(_read(f"{prefix}/sub/a", prefix))
+
+
+@pytest.mark.parametrize("prefix", ["", "/data/in", "file:/data/in", "://data/in", "nonsense://data/in"])
+def test_a_prefix_is_a_url_with_a_scheme_that_is_known(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="prefix of URLs"):
+        UrlReader(["file:///data/in", prefix])
 
 
 def test_links_that_stay_inside_are_followed_and_others_are_not(folders: Folders) -> None:
@@ -160,7 +166,7 @@ def site() -> Iterator[Site]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         site.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield site
         server.shutdown()
