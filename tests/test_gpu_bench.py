@@ -115,7 +115,7 @@ def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.Monkey
 
     class Runner:
         sequences, worker = (0,), SimpleNamespace(model=SimpleNamespace(expert_load={}))
-        plan = SimpleNamespace(args=SimpleNamespace(moe=None))
+        plan, room = SimpleNamespace(args=SimpleNamespace(moe=None)), 1000
         num_steps = 0
 
         def decode(self, num_steps: int) -> StepTimes:

@@ -31,7 +31,7 @@ PACKAGES: dict[str, set[str]] = {
     "workers.sampling": {"proto", "workers.device"},
     "workers.model": {"proto", "workers.device", "workers.kernels"},
     "workers.weights": {"proto", "workers.device", "workers.kernels", "workers.model"},
-    "workers.experts": {"proto", "workers.links", "workers.model", "workers.weights"},
+    "workers.experts": {"proto", "workers.kernels", "workers.links", "workers.model", "workers.weights"},
     "workers.stage": {
         *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
         *("workers.model", "workers.sampling", "workers.weights"),

@@ -230,7 +230,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
         loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        with suppress(OSError, RuntimeError):  # it cannot be read; the loop is closed
+        with suppress(OSError, RuntimeError, ValueError):  # it cannot be read; the loop is closed; so is the input
             for line in _own_stdin() if sys.stdin else ():
                 hand_over(line)
         with suppress(RuntimeError):

@@ -100,7 +100,7 @@ def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) ->
     runner.decode(WARM_STEPS)
     live_before = runner.live_bytes()
     times, touched = [], []
-    for _ in range(STEPS):
+    for _ in range(min(STEPS, runner.room)):
         before = _expert_tokens(runner)
         times.append(runner.decode(1))
         touched.append(_touched(before, _expert_tokens(runner)))

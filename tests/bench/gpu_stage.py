@@ -63,6 +63,11 @@ class Runner:
     def plan(self) -> StagePlan:
         return self.worker.plan
 
+    @property
+    def room(self) -> int:
+        """Return how many more tokens the longest sequence may have, which is few with a small model."""
+        return self.plan.args.max_seq_len - max(sequence.num_dispatched for sequence in self.sequences)
+
     def prefill(self, num_sequences: int, length: int, budget: int) -> float:
         """Start sequences of ``length`` random tokens, up to ``budget`` tokens in a micro-batch; returns seconds."""
         self.clear()

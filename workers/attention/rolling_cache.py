@@ -198,6 +198,7 @@ def padded_width(starts: list[int], ring: PageRings) -> int:
     four parts have keys (with 128 two of four, and one key). Position 70000 of 81920: 4376, 5120.
     """
     needed = max(start // ring.page_size - ring.first_visible(start) // ring.page_size + 1 for start in starts)
+    assert needed <= ring.ring_pages, "a kernel would read past the table"
     return min(ring.ring_pages, max(_next_bucket(needed), -(-MIN_KEYS // ring.page_size)))
 
 

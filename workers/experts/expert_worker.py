@@ -11,6 +11,8 @@ from tramontane.proto.errors import ExpertRelocatedError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
+from tramontane.workers.kernels.fused_ops import EAGER, native_ops
+from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
 from tramontane.workers.weights.tensor_specs import ProgressCallback, expert_tensors
@@ -60,6 +62,8 @@ class ExpertWorker:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
         self._experts: dict[ExpertId, nn.Module] = {}
+        is_cpu = self.device.type == "cpu"
+        self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype)) if is_cpu else EAGER
         self.busy_s, self.num_rows = 0.0, 0
 
     @classmethod
@@ -97,6 +101,7 @@ class ExpertWorker:
             str(self.device),
             self._on_tensor,
         )
+        set_fused_ops(model, self._fused_ops)
         self._experts = self._experts | {each: model.experts.expert(each) for each in missing}
 
     def unload_experts(self, kept: Collection[ExpertId]) -> None:

@@ -219,7 +219,8 @@ def test_nothing_stays_behind_of_a_sender_that_is_killed() -> None:
     received = torch.zeros(2**20)
     edge.receive(received)
     assert torch.equal(received, torch.ones(2**20))
-    made = set(os.listdir("/dev/shm")) - in_shm  # by whomever: other processes have something there for a moment
+    made = set(os.listdir("/dev/shm")) - in_shm  # also by other processes, most of which have something there for a moment
+    made = {name for name in made if not name.startswith("PostgreSQL.")}  # of tests of another process
     waits = threading.Thread(target=sender.kill)
     waits.start()
     with pytest.raises(LinkError, match="is broken"):
