@@ -24,10 +24,9 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 # Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Tests
-# that only compute are at nice 5, in a process per core: they fill the waits of the other lanes, and end at about the same
-# time. With a fourth lane everything took longer: Ray's processes use a good part of a core while a cluster lives.
+# that only compute are at nice 5: they fill the waits of the other lanes, and end at about the same time. With a fourth
+# lane everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-ALL_CORES = --numprocesses=logical --dist=loadfile
 OTHERS = test-plain test-serve-command check test-ray
 test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in process; tests without Ray; commands, types and Ray
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
@@ -35,7 +34,7 @@ test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in proces
 	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	nice -n 5 $(PYTEST) $(ALL_CORES) -m "not ray"
+	nice -n 5 $(PYTEST) -m "not ray"
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster
@@ -51,7 +50,7 @@ quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all co
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check quick-tests
 
 quick-tests: $(STAMP)
-	$(BIN)/python -m pytest -q $(ALL_CORES) -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
+	$(BIN)/python -m pytest -q --numprocesses=logical --dist=loadfile -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
 check: $(STAMP) types
 	$(BIN)/ruff check .

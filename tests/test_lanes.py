@@ -51,7 +51,7 @@ def lanes_of(makefile: str) -> list[Lane]:
     assert recipe is not None
     assert "$(OTHERS)" in recipe[1]
     run = {*others[1].split(), *re.findall(r"\$\(MAKE\) .*?(test-[a-z-]+);", recipe[1])}
-    commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (?:\$\(ALL_CORES\) )?(.*)$", makefile, re.MULTILINE)
+    commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
     return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
 
 

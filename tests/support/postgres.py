@@ -40,9 +40,13 @@ def postgres() -> Iterator[str]:
         command = [*change, server, "-D", data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
+            lines = list[str]()
             for line in process.stderr:
+                lines.append(line)
                 if "ready to accept connections" in line:
                     break
+            else:
+                raise RuntimeError(f"PostgreSQL did not start: {''.join(lines)}")
             try:
                 yield f"postgresql://postgres@/postgres?host={folder}"
             finally:
