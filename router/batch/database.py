@@ -119,6 +119,7 @@ class Database:
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:  # noqa: ANN401 - sqlite3.Connection, of whichever driver
+    connection.isolation_level = None  # transactions begin explicitly, not where the driver guesses
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")  # what was accepted survives a loss of power
     connection.execute("PRAGMA journal_size_limit=67108864")

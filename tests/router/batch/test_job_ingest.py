@@ -46,7 +46,9 @@ def test_lines_are_cut_outside_the_event_loop_and_not_too_many_at_once(
     assert (max(sizes), sum(sizes)) == (1000, len(text))
 
 
-def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cut_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each piece that is cut into lines."""
     real, sizes = LineSplitter.feed, list[int]()
 
     def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
@@ -54,20 +56,17 @@ def test_many_small_pieces_are_cut_together(harness: BatchHarness, monkeypatch: 
         return real(splitter, piece)
 
     monkeypatch.setattr(LineSplitter, "feed", feed)
+    return sizes
+
+
+def test_many_small_pieces_are_cut_together(harness: BatchHarness, cut_sizes: list[int]) -> None:
     assert asyncio.run(harness.service().submit(pieces(requests(500), 10), JobOptions())).num_lines == 500
-    assert len(sizes) == 1
+    assert len(cut_sizes) == 1
 
 
-def test_64_kibibytes_are_cut_at_once(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, sizes = LineSplitter.feed, list[int]()
-
-    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
-        sizes.append(len(piece))
-        return real(splitter, piece)
-
-    monkeypatch.setattr(LineSplitter, "feed", feed)
+def test_64_kibibytes_are_cut_at_once(harness: BatchHarness, cut_sizes: list[int]) -> None:
     asyncio.run(harness.service().submit(pieces(b"x" * (2**17 + 1), 2**16), JobOptions()))
-    assert sizes == [65_536, 65_536, 1]
+    assert cut_sizes == [65_536, 65_536, 1]
 
 
 def test_an_input_may_have_as_many_bytes_as_the_limit_says(harness: BatchHarness) -> None:
