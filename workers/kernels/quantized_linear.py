@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 # (x_TK, numbers_NK, scale_N) -> x (numbers scale)^T in the dtype of x
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte alignment. It checks neither.
-CPU_STEP, CPU_ALIGNMENT = 16, 32
-MAX_CPU_TOKENS = 16  # up to which that kernel is as fast as blocks of float32, without AVX-512
 GPU_STEP = 16  # GPU kernels need both sides of a matrix to be multiples of it
 FUSED_TOKENS = 64  # at most, for the fused kernel
 FEW_TOKENS = 16  # with so few reading the weights is the bound: fp8 activations would cost another kernel and gain nothing
@@ -44,26 +41,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T with a kernel for quantized numbers, or else by converting a block of rows at a time to float."""
-        product = _cpu_product(x_TK, self.weight) if x_TK.device.type == "cpu" else self._gpu_product(x_TK)
+        product = dequantized_linear if x_TK.device.type == "cpu" else self._gpu_product(x_TK)
         return product(x_TK, self.weight, self.scale)
 
     def _gpu_product(self, x_TK: Tensor) -> Product:
         if any(size % GPU_STEP for size in self.weight.shape):
             return dequantized_linear
         return probe_kernels(x_TK.device, self.weight.dtype, self.scale.dtype, x_TK.dtype).choose(len(x_TK))
-
-
-def _cpu_product(x_TK: Tensor, numbers_NK: Tensor) -> Product:
-    is_fast = len(x_TK) <= MAX_CPU_TOKENS or has_native_matmul("cpu", x_TK.dtype)
-    fits = (x_TK.dtype, numbers_NK.dtype) == (torch.bfloat16, torch.int8) and x_TK.shape[1] % CPU_STEP == 0
-    return _cpu_kernel if is_fast and fits else dequantized_linear
-
-
-def _cpu_kernel(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    is_aligned = x_TK.is_contiguous() and x_TK.data_ptr() % CPU_ALIGNMENT == 0
-    aligned_TK = x_TK if is_aligned else x_TK.clone(memory_format=torch.contiguous_format)
-    out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(aligned_TK, numbers_NK, scale_N)
-    return out_TN
 
 
 def dequantized_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:

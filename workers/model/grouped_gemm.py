@@ -90,7 +90,7 @@ def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
 
     Three of [2, 4] in one block, from its numbers 8, 16 and 24 on: strides 8, 4, 1 from 8 on.
     """
-    if not weights or any(each.is_mkldnn for each in weights):  # packed matrices have no strides
+    if not weights:
         return None
     first, size = weights[0], weights[0].numel()
     for index, each in enumerate(weights):

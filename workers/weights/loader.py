@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
 from tramontane.proto.plan import ExpertPlan, StagePlan
+from tramontane.workers.kernels.packed_linear import pack_linears
 from tramontane.workers.kernels.quantized_linear import warm_up_kernels
 from tramontane.workers.model.grouped_gemm import KERNEL_CAPABILITIES, KERNEL_STEP
 from tramontane.workers.weights.checkpoint import Checkpoint
@@ -49,6 +50,9 @@ def load_module(
     else:
         state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated)
     module.load_state_dict(state, assign=True)
+    if torch.device(device).type == "cpu":
+        state.clear()  # so that each matrix is freed when it has been packed
+        pack_linears(module, getattr(torch, dtype))
     warm_up_kernels(module, getattr(torch, dtype))
     return module.eval()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import Quantization
-from tramontane.workers.kernels.linear import prepack_weight, row_blocks
+from tramontane.workers.kernels.linear import row_blocks
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
@@ -28,9 +28,7 @@ def load_tensor(
 ) -> int:
     """Write one tensor to its rows of its parameter in ``state``: in ``dtype`` on the device, or as numbers and scales.
 
-    ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes. The tensors of a parameter
-    have to be loaded in the order of its rows: the last one completes the matrix, which is then prepacked while there is
-    memory for a copy.
+    ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes.
 
     Raises:
         CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale.
@@ -48,8 +46,6 @@ def load_tensor(
         for rows, piece in _row_ranges(pieces):
             target[rows] = piece
             num_read += piece.nbytes
-        if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
-            state[spec.parameter] = prepack_weight(state[spec.parameter])
         return num_read
     scale_dtype, device = getattr(torch, quantize.scale_dtype(dtype)), torch.device(device)
     numbers_NK = rows_of(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])

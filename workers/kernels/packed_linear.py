@@ -1,0 +1,113 @@
+"""Linear layers on CPUs by ``packed_matmul.c``, which stores weights in the order in which it reads them.
+
+Shape letters: T tokens, K inputs, N outputs of a matrix; packed weights are P panels of C columns, in U units of S inputs.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tramontane.workers.device.native_library import CompilerError, compile_library
+from tramontane.workers.device.self_test import assert_close_norm
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("packed_matmul.c")
+POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
+WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # WEIGHT in the source; others are of the dtype of the activations
+MAX_DIFFERENCE = 1e-2  # relative, by norms: more than rounding the output causes
+TEST_SHAPE, TEST_NUM_TOKENS = (100, 75), (1, 30)  # outputs and inputs that fill no last panel or unit
+
+
+class PackedMatmul:
+    """The functions of ``packed_matmul.c`` for activations and weights of these dtypes. Raises CompilerError."""
+
+    def __init__(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+        library = compile_library(SOURCE, str(dtype).removeprefix("torch."), WEIGHT=WEIGHTS.get(weight_dtype, 0))
+        self.dtype, self.weight_dtype = dtype, weight_dtype
+        self._columns, self._step = (ctypes.CFUNCTYPE(SIZE)((name, library))() for name in ("panel_columns", "unit_numbers"))
+        self._block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
+        self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 2, ctypes.c_int)(("pack", library))
+        self._multiply = ctypes.CFUNCTYPE(None, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        """Return the weight in the order [P, U, C, S]. 70 outputs of 5 inputs, with C = 32 and S = 2: [3, 3, 32, 2]."""
+        num_outputs, num_inputs = weight_NK.shape
+        shape = (-(-num_outputs // self._columns), -(-num_inputs // self._step), self._columns, self._step)
+        packed_PUCS = torch.empty(shape, dtype=weight_NK.dtype)
+        weight_NK = weight_NK.contiguous()
+        self._pack(weight_NK.data_ptr(), packed_PUCS.data_ptr(), *weight_NK.shape, torch.get_num_threads())
+        return packed_PUCS
+
+    def multiply(self, x_TK: Tensor, packed_PUCS: Tensor, num_outputs: int, scale_N: Tensor | None = None) -> Tensor:
+        """Compute x W^T, [T, N], or x (W scale)^T with float32 scales."""
+        x_TK = x_TK.contiguous()
+        num_tokens, num_inputs = x_TK.shape
+        out_TN = x_TK.new_empty(num_tokens, num_outputs)
+        block_rows = min(self._block_rows(num_inputs), num_tokens)
+        block = torch.empty(block_rows * packed_PUCS.shape[1], dtype=torch.int32)  # units have four bytes
+        scales = None if scale_N is None else scale_N.data_ptr()
+        pointers = (x_TK.data_ptr(), packed_PUCS.data_ptr(), scales, out_TN.data_ptr(), block.data_ptr())
+        self._multiply(*pointers, num_tokens, num_outputs, num_inputs, torch.get_num_threads())
+        return out_TN
+
+
+class PackedLinear(nn.Module):
+    """Linear layer without bias, of a plain or a quantized matrix: x W^T in the dtype of x."""
+
+    packed: Tensor
+    scale: Tensor | None
+
+    def __init__(self, matmul: PackedMatmul, weight_NK: Tensor, scale_N: Tensor | None = None) -> None:
+        super().__init__()
+        self._matmul = matmul
+        self.out_features, self.in_features = weight_NK.shape
+        self.register_buffer("packed", matmul.pack(weight_NK))
+        self.register_buffer("scale", None if scale_N is None else scale_N.float())
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Compute x W^T."""
+        assert x_TK.dtype == self._matmul.dtype
+        assert x_TK.shape[1] == self.in_features
+        return self._matmul.multiply(x_TK, self.packed, self.out_features, self.scale)
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the linear layers of a model on a CPU by packed ones, or log once why they stay. One more matrix is in memory."""
+    for name in [name for name, module in model.named_modules() if isinstance(module, (Linear, QuantizedLinear))]:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, (Linear, QuantizedLinear))
+        matmul = packed_matmul(dtype, layer.weight.dtype)
+        if matmul is not None:
+            scale_N = layer.scale if isinstance(layer, QuantizedLinear) else None
+            model.set_submodule(name, PackedLinear(matmul, layer.weight.detach(), scale_N))
+
+
+@cache
+def packed_matmul(dtype: torch.dtype, weight_dtype: torch.dtype) -> PackedMatmul | None:
+    """Return the functions for these dtypes, or None and log why they cannot be used."""
+    try:
+        matmul = PackedMatmul(dtype, weight_dtype)
+        _self_test(matmul)
+    except (CompilerError, ArithmeticError) as error:
+        logger.info("products of %s and weights in %s are computed by PyTorch, more slowly: %s", dtype, weight_dtype, error)
+        return None
+    return matmul
+
+
+def _self_test(matmul: PackedMatmul) -> None:
+    """Compare with PyTorch in float32. Raises ArithmeticError."""
+    generator = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn(TEST_SHAPE, generator=generator).mul_(40).clamp_(-127, 127).to(matmul.weight_dtype)
+    scale_N = torch.rand(len(weight_NK), generator=generator)
+    packed_PUCS = matmul.pack(weight_NK)
+    for num_tokens in TEST_NUM_TOKENS:
+        x_TK = torch.randn(num_tokens, weight_NK.shape[1], generator=generator).to(matmul.dtype)
+        expected_TN = x_TK.float() @ (weight_NK.float() * scale_N[:, None]).T
+        assert_close_norm(matmul.multiply(x_TK, packed_PUCS, len(weight_NK), scale_N), expected_TN, MAX_DIFFERENCE)

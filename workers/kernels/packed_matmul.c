@@ -1,0 +1,248 @@
+// Products x W^T with weights that are stored in the order in which they are read. Compiled when a stage starts, with
+//   ELEMENT  the dtype of x and of the output, see workers/device/element.h
+//   WEIGHT   the numbers of W: 0 for ELEMENT itself, 1 for int8, 2 for float8_e4m3fn
+// Each output is one sum over all inputs, in their order and in float32, whatever the other rows and the threads are: it is the
+// same for a token alone and in a micro-batch.
+
+#include "element.h"
+#include <sys/mman.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+// A tile of the output has up to ROWS rows and COLUMNS columns; its sums, and the weights and one input that they are made of, are
+// in vector registers: 12 * 2 + 2 + 1 of 32, or 6 * 2 + 2 + 1 of 16.
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#elif defined(__aarch64__)
+#define LANES 4
+#define ROWS 12
+#else
+#define LANES 4
+#define ROWS 6
+#endif
+#define COLUMNS (2 * LANES)
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+
+// A unit is what a multiplication takes of a row: two bfloat16 where the processor has an instruction for their products, else a
+// float. Weights of other types are converted, a panel at a time.
+#if ELEMENT == 1 && defined(__AVX512BF16__)
+#define STEP 2
+typedef uint32_t unit;
+typedef uint16_t part; // of a unit
+#else
+#define STEP 1
+typedef float unit;
+typedef float part;
+#endif
+
+#if WEIGHT != 0
+typedef int8_t number; // the bits of float8_e4m3fn too
+#elif ELEMENT == 2
+typedef int16_t number; // the bits of float16
+#else
+typedef element number;
+#endif
+#define IS_CONVERTED (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0))
+
+// Inputs are multiplied a block of rows at a time, which remains in the second-level cache while it is multiplied by all panels.
+#define BLOCK_BYTES (1 << 19)
+#define BLOCK_ROWS 252
+// So many units of a panel are converted, and multiplied by all rows of the block, before the next: they remain in the first-level
+// cache. Weights that need no conversion are multiplied a panel at a time.
+#define CHUNK_UNITS ((1 << 14) / (COLUMNS * STEP * (int64_t)sizeof(part)))
+#define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
+
+int64_t panel_columns(void) { return COLUMNS; }
+int64_t unit_numbers(void) { return STEP; }
+
+static int64_t num_units(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
+
+// How many rows of x a block has: whole tiles. It depends on the inputs alone.
+int64_t block_rows(int64_t inputs) {
+    const int64_t rows = BLOCK_BYTES / (num_units(inputs) * sizeof(unit)) / ROWS * ROWS;
+    return rows < 4 * ROWS ? 4 * ROWS : rows > BLOCK_ROWS ? BLOCK_ROWS : rows;
+}
+
+// weight [outputs][inputs] to packed [panels][units][COLUMNS][STEP], with zeros where the last panel or unit has no weight.
+void pack(const number *weight, number *packed, int64_t outputs, int64_t inputs, int threads) {
+    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = num_units(inputs), size = units * COLUMNS * STEP;
+#if defined(MADV_HUGEPAGE)
+    // Large pages: a step reads all weights, and would otherwise wait for the address of every 4 KiB. Only whole ones.
+    const uintptr_t large = 1 << 21, start = ((uintptr_t)packed + large - 1) / large * large;
+    const uintptr_t end = (uintptr_t)(packed + panels * size) / large * large;
+    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#endif
+#pragma omp parallel for num_threads(threads)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t begin = 0; begin < units; begin += CHUNK_UNITS)
+            for (int64_t column = 0; column < COLUMNS; column++) {
+                const int64_t output = panel * COLUMNS + column, end = begin + CHUNK_UNITS < units ? begin + CHUNK_UNITS : units;
+                for (int64_t i = begin; i < end; i++)
+                    for (int64_t s = 0; s < STEP; s++) {
+                        const int is_weight = output < outputs && i * STEP + s < inputs;
+                        packed[panel * size + (i * COLUMNS + column) * STEP + s] =
+                            is_weight ? weight[output * inputs + i * STEP + s] : 0;
+                    }
+            }
+}
+
+#if IS_CONVERTED
+// A float of `exponent` + `mantissa` + 1 bits moved to those of a float of 32 bits: the exponent to the lower bits of its exponent,
+// whose bias of 127 makes the result too small. 1.5 in 4 + 3 bits (bias 7) is 0 0111 100 -> 0 00000111 1000... = 1.5 * 2^-120. Wrong
+// for infinities and NaN, which no weight is.
+static inline float move_bits(int32_t number, int exponent, int mantissa) {
+    const uint32_t bits = ((uint32_t)number << (23 - mantissa)) & (0x80000000u | (((1u << (exponent + mantissa)) - 1) << (23 - mantissa)));
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline float value(number x) {
+#if WEIGHT == 1
+    return x;
+#elif WEIGHT == 2
+    return move_bits(x, 4, 3) * 0x1p120f;
+#elif ELEMENT == 2
+    return move_bits(x, 5, 10) * 0x1p112f;
+#else
+    return widen(x);
+#endif
+}
+
+static void convert(const number *from, part *to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+#if STEP == 2 // all numbers of 8 bits have few enough that the lower half is 0
+        const float wide = value(from[i]);
+        uint32_t bits;
+        memcpy(&bits, &wide, 4);
+        to[i] = bits >> 16;
+#else
+        to[i] = value(from[i]);
+#endif
+    }
+}
+#endif
+
+// Adds the products of `rows` rows and a chunk to their sums, for inputs [units][rows]. Meanwhile `stride` bytes per unit are requested from `ahead` on.
+static inline __attribute__((always_inline)) void sum_tile(const int rows, floats sums[][2], const unit *inputs, const part *panel,
+                                                           int64_t units, const char *ahead, int64_t stride) {
+    floats own[ROWS][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
+    for (int64_t i = 0; i < units; i++) {
+        __builtin_prefetch(ahead, 0, 2);
+#if STEP == 2
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + LANES * STEP);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            const __m512bh input = (__m512bh)_mm512_set1_epi32((int)inputs[row]);
+            own[row][0] = (floats)_mm512_dpbf16_ps((__m512)own[row][0], input, first);
+            own[row][1] = (floats)_mm512_dpbf16_ps((__m512)own[row][1], input, second);
+        }
+#else
+        floats first, second;
+        memcpy(&first, panel, sizeof first);
+        memcpy(&second, panel + LANES, sizeof second);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            own[row][0] += inputs[row] * first;
+            own[row][1] += inputs[row] * second;
+        }
+#endif
+        inputs += rows;
+        panel += COLUMNS * STEP;
+        ahead += stride;
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
+}
+
+#define TILE(rows)                                                                                                                \
+    case rows:                                                                                                                    \
+        sum_tile(rows, sums, inputs, panel, units, ahead, stride);                                                                \
+        break;
+
+// sum_tile for a number of rows that is known only here.
+static void sum(int64_t rows, floats sums[][2], const unit *inputs, const part *panel, int64_t units, const char *ahead,
+                int64_t stride) {
+    switch (rows) {
+        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if ROWS == 12
+        TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+    }
+}
+
+// x [rows][inputs] of one tile to units [units][rows].
+static void pack_tile(const element *x, unit *to, int64_t rows, int64_t inputs) {
+    const int64_t units = num_units(inputs);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < units; i++) {
+            const element *from = x + row * inputs + i * STEP;
+#if STEP == 2
+            to[i * rows + row] = from[0] | (i * STEP + 1 < inputs ? (uint32_t)from[1] << 16 : 0);
+#else
+            to[i * rows + row] = widen(*from);
+#endif
+        }
+}
+
+// Rounds the sums of `rows` rows and a panel to y [rows][outputs], at its column `first`.
+static void store(floats sums[][2], element *y, const float *scales, int64_t rows, int64_t first, int64_t outputs) {
+    const int64_t columns = outputs - first < COLUMNS ? outputs - first : COLUMNS;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = (const float *)sums[row];
+        element *to = y + row * outputs + first;
+        if (scales)
+            for (int64_t c = 0; c < columns; c++) to[c] = narrow(from[c] * scales[first + c]);
+        else
+            for (int64_t c = 0; c < columns; c++) to[c] = narrow(from[c]);
+    }
+}
+
+// x [rows][inputs], packed weights, scales [outputs] or null, y [rows][outputs]. `block` has room for block_rows(inputs) rows of
+// units. Rows are cut into tiles of about equal size: 32 into 11, 11 and 10.
+void multiply(const element *x, const number *packed, const float *scales, element *y, unit *block, int64_t rows, int64_t outputs,
+              int64_t inputs, int threads) {
+    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = num_units(inputs), width = COLUMNS * STEP;
+    const int64_t most = block_rows(inputs);
+#pragma omp parallel num_threads(threads)
+    for (int64_t begin = 0; begin < rows; begin += most) {
+        const int64_t count = rows - begin < most ? rows - begin : most, tiles = (count + ROWS - 1) / ROWS;
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
+            pack_tile(x + (begin + first) * inputs, block + first * units, own, inputs);
+        }
+        // While a chunk is multiplied by the tiles, each of them requests its part of the same chunk of the next panel from memory.
+        const int64_t stride = (width * (int64_t)sizeof(number) + tiles - 1) / tiles;
+        const int64_t distance = tiles == 1 ? AHEAD_BYTES : units * width * (int64_t)sizeof(number);
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; panel++) {
+            floats sums[BLOCK_ROWS][2];
+            memset(sums, 0, count * sizeof sums[0]);
+            for (int64_t at = 0, length; at < units; at += length) {
+                length = IS_CONVERTED && units - at > CHUNK_UNITS ? CHUNK_UNITS : units - at;
+                const number *stored = packed + (panel * units + at) * width;
+                const char *ahead = (const char *)stored + distance;
+#if IS_CONVERTED
+                part chunk[CHUNK_UNITS * COLUMNS * STEP];
+                convert(stored, chunk, length * width);
+#else
+                const part *chunk = stored;
+#endif
+                for (int64_t tile = 0; tile < tiles; tile++, ahead += stride * length) {
+                    const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
+                    sum(own, sums + first, block + first * units + at * own, chunk, length, ahead, stride);
+                }
+            }
+            store(sums, y + begin * outputs, scales, count, panel * COLUMNS, outputs);
+        }
+    }
+}
