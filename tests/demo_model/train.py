@@ -136,7 +136,7 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
     for layer in range(args.n_layers):
         before = hidden
-        attended, normalized = model.block(layer)(hidden, rotary, attend)
+        attended, normalized = model.block(layer)(hidden, None, rotary, attend)
         hidden = attended + model.feed_forward(layer, normalized)
         if dropout:
             hidden = before + F.dropout(hidden - before, dropout)

@@ -17,9 +17,9 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
-from tramontane.workers.attention.native_backend import NativeDecode
+from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
-from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, GatheredDecode, PagedDecode, SdpaPrefill, cpu_kernels
+from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.device.self_test import assert_close_norm, one_line
@@ -89,14 +89,16 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
 
 def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
     args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
-    num_keys = CHUNK_TOKENS + num_cached_keys(keys, window)
+    num_cached = num_cached_keys(keys, window)
+    num_keys = CHUNK_TOKENS + num_cached
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     none = torch.empty(0, dtype=torch.int64, device=device)
-    prefill_index = PrefillMetadata(window, (CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, none, none, none, none)
+    lens = ((CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, (num_cached,) * CHUNKS)
+    prefill_index = PrefillMetadata(window, *lens, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
     starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
@@ -174,16 +176,18 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
 
 @cache  # for tests, which start many equal stages in one process
 def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
-    """Choose between the kernel in C and PyTorch's attention to gathered keys."""
+    """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece."""
     device, others = torch.device("cpu"), cpu_kernels()
     try:
-        kernels: dict[str, DecodeKernel] = {"pages in place": NativeDecode.of(plan), "gathered keys": GatheredDecode()}
+        native = native_kernels(plan)
     except CompilerError as error:
-        logger.info("single tokens are computed by PyTorch's attention, two to four times as slow as the kernel in C: %s", error)
+        logger.info("attention is computed by PyTorch, two to four times as slow as the kernels in C: %s", error)
         return others
     with torch.inference_mode():
         correctness, timing = (cases(plan, device, FEW_TOKENS) for cases in (correctness_cases, timing_cases))
-        return AttentionKernels(others.prefill, _choose_decode(correctness, timing, kernels, cpu_seconds))
+        prefill = _choose_prefill(correctness, timing, {"C": native.prefill, "PyTorch": others.prefill}, cpu_seconds)
+        decode = {"C": native.decode, "PyTorch": others.decode}
+        return AttentionKernels(prefill, _choose_decode(correctness, timing, decode, cpu_seconds))
 
 
 def _choose_prefill(

@@ -27,6 +27,7 @@ class PrefillMetadata:
     Attributes:
         query_lens: tokens of each chunk.
         key_lens: keys of each chunk, cached and own.
+        starts: position of each chunk's first token.
         cached_rows: [C], cache rows of all keys from earlier chunks.
         key_order: permutation of those C keys followed by the row's own, which puts each chunk's keys together, oldest
             first.
@@ -37,6 +38,7 @@ class PrefillMetadata:
     window: int | None
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
+    starts: tuple[int, ...]
     cached_rows: Tensor
     key_order: Tensor
     written: Tensor
@@ -119,6 +121,7 @@ def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, dev
         window=window,
         query_lens=tuple(lens),
         key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
+        starts=tuple(chunk.start for chunk in runs),
         cached_rows=ring.rows(to_device(_repeat(slots, cached), device), to_device(cached_positions, device)),
         key_order=to_device(_key_order(cached, lens), device),
         written=to_device(_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]), device),

@@ -32,13 +32,15 @@ def forward_with_remote_experts(
     It may be resumed at any time, and yields the same call again until all answers are there. Raises PipelineError if an
     expert is permanently unavailable.
     """
+    added_TD: Tensor | None = None
     for layer in model.global_layers:
-        hidden_TD, x_TD = model.block(layer)(hidden_TD, rotary, attend)
+        hidden_TD, x_TD = model.block(layer)(hidden_TD, added_TD, rotary, attend)
         groups, weights_Tk = model.choose_experts(layer, x_TD, on_choices)
         call = experts.dispatch(layer, groups.permute(x_TD), groups)
         yield call
         while not call.poll():
             yield call
         on_usage(call)
-        hidden_TD = hidden_TD + groups.combine(call.result(), weights_Tk)
-    return hidden_TD
+        added_TD = groups.combine(call.result(), weights_Tk)
+    assert added_TD is not None
+    return hidden_TD + added_TD

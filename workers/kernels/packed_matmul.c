@@ -4,42 +4,8 @@
 // Each output is one sum over all inputs, in their order and in float32, whatever the other rows and the threads are: it is the
 // same for a token alone and in a micro-batch.
 
-#include "element.h"
+#include "tile.h"
 #include <sys/mman.h>
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
-// A tile of the output has up to ROWS rows and COLUMNS columns; its sums, and the weights and one input that they are made of, are
-// in vector registers: 12 * 2 + 2 + 1 of 32, or 6 * 2 + 2 + 1 of 16.
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 12
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 6
-#elif defined(__aarch64__)
-#define LANES 4
-#define ROWS 12
-#else
-#define LANES 4
-#define ROWS 6
-#endif
-#define COLUMNS (2 * LANES)
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-
-// A unit is what a multiplication takes of a row: two bfloat16 where the processor has an instruction for their products, else a
-// float. Weights of other types are converted, a panel at a time.
-#if ELEMENT == 1 && defined(__AVX512BF16__)
-#define STEP 2
-typedef uint32_t unit;
-typedef uint16_t part; // of a unit
-#else
-#define STEP 1
-typedef float unit;
-typedef float part;
-#endif
 
 #if WEIGHT != 0
 typedef int8_t number; // the bits of float8_e4m3fn too
@@ -54,24 +20,22 @@ typedef element number;
 #define BLOCK_BYTES (1 << 19)
 #define BLOCK_ROWS 252
 // So many units of a panel are converted, and multiplied by all rows of the block, before the next: they remain in the first-level
-// cache. Weights that need no conversion are multiplied a panel at a time.
+// cache. Numbers that are parts of units already are multiplied a panel at a time.
 #define CHUNK_UNITS ((1 << 14) / (COLUMNS * STEP * (int64_t)sizeof(part)))
 #define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
 
 int64_t panel_columns(void) { return COLUMNS; }
 int64_t unit_numbers(void) { return STEP; }
 
-static int64_t num_units(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
-
 // How many rows of x a block has: whole tiles. It depends on the inputs alone.
 int64_t block_rows(int64_t inputs) {
-    const int64_t rows = BLOCK_BYTES / (num_units(inputs) * sizeof(unit)) / ROWS * ROWS;
+    const int64_t rows = BLOCK_BYTES / (UNITS(inputs) * sizeof(unit)) / ROWS * ROWS;
     return rows < 4 * ROWS ? 4 * ROWS : rows > BLOCK_ROWS ? BLOCK_ROWS : rows;
 }
 
 // weight [outputs][inputs] to packed [panels][units][COLUMNS][STEP], with zeros where the last panel or unit has no weight.
 void pack(const number *weight, number *packed, int64_t outputs, int64_t inputs, int threads) {
-    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = num_units(inputs), size = units * COLUMNS * STEP;
+    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), size = units * COLUMNS * STEP;
 #if defined(MADV_HUGEPAGE)
     // Large pages: a step reads all weights, and would otherwise wait for the address of every 4 KiB. Only whole ones.
     const uintptr_t large = 1 << 21, start = ((uintptr_t)packed + large - 1) / large * large;
@@ -129,48 +93,14 @@ static void convert(const number *from, part *to, int64_t count) {
 }
 #endif
 
-// Adds the products of `rows` rows and a chunk to their sums, for inputs [units][rows]. Meanwhile `stride` bytes per unit are requested from `ahead` on.
-static inline __attribute__((always_inline)) void sum_tile(const int rows, floats sums[][2], const unit *inputs, const part *panel,
-                                                           int64_t units, const char *ahead, int64_t stride) {
-    floats own[ROWS][2];
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
-    for (int64_t i = 0; i < units; i++) {
-        __builtin_prefetch(ahead, 0, 2);
-#if STEP == 2
-        const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + LANES * STEP);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            const __m512bh input = (__m512bh)_mm512_set1_epi32((int)inputs[row]);
-            own[row][0] = (floats)_mm512_dpbf16_ps((__m512)own[row][0], input, first);
-            own[row][1] = (floats)_mm512_dpbf16_ps((__m512)own[row][1], input, second);
-        }
-#else
-        floats first, second;
-        memcpy(&first, panel, sizeof first);
-        memcpy(&second, panel + LANES, sizeof second);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            own[row][0] += inputs[row] * first;
-            own[row][1] += inputs[row] * second;
-        }
-#endif
-        inputs += rows;
-        panel += COLUMNS * STEP;
-        ahead += stride;
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
-}
-
-#define TILE(rows)                                                                                                                \
-    case rows:                                                                                                                    \
-        sum_tile(rows, sums, inputs, panel, units, ahead, stride);                                                                \
+#define TILE(count)                                                                                                               \
+    case count:                                                                                                                   \
+        add_products_of(count, sums, inputs, 1, count, panel, units, ahead, stride);                                              \
         break;
 
-// sum_tile for a number of rows that is known only here.
-static void sum(int64_t rows, floats sums[][2], const unit *inputs, const part *panel, int64_t units, const char *ahead,
-                int64_t stride) {
+// Adds the products of `rows` rows and a chunk to their sums, for inputs [units][rows].
+static void add_products(int64_t rows, floats sums[][2], const unit *inputs, const part *panel, int64_t units,
+                         const char *ahead, int64_t stride) {
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 #if ROWS == 12
@@ -181,7 +111,7 @@ static void sum(int64_t rows, floats sums[][2], const unit *inputs, const part *
 
 // x [rows][inputs] of one tile to units [units][rows].
 static void pack_tile(const element *x, unit *to, int64_t rows, int64_t inputs) {
-    const int64_t units = num_units(inputs);
+    const int64_t units = UNITS(inputs);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < units; i++) {
             const element *from = x + row * inputs + i * STEP;
@@ -210,7 +140,7 @@ static void store(floats sums[][2], element *y, const float *scales, int64_t row
 // units. Rows are cut into tiles of about equal size: 32 into 11, 11 and 10.
 void multiply(const element *x, const number *packed, const float *scales, element *y, unit *block, int64_t rows, int64_t outputs,
               int64_t inputs, int threads) {
-    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = num_units(inputs), width = COLUMNS * STEP;
+    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), width = COLUMNS * STEP;
     const int64_t most = block_rows(inputs);
 #pragma omp parallel num_threads(threads)
     for (int64_t begin = 0; begin < rows; begin += most) {
@@ -239,7 +169,7 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
 #endif
                 for (int64_t tile = 0; tile < tiles; tile++, ahead += stride * length) {
                     const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
-                    sum(own, sums + first, block + first * units + at * own, chunk, length, ahead, stride);
+                    add_products(own, sums + first, block + first * units + at * own, chunk, length, ahead, stride);
                 }
             }
             store(sums, y + begin * outputs, scales, count, panel * COLUMNS, outputs);

@@ -86,10 +86,19 @@ class TransformerBlock(nn.Module):
         self.feed_forward = None if args.moe else FeedForward(args)
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
-    def forward(self, h_TD: Tensor, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D]."""
-        attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
-        return self.attention.fused_ops.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.norm_eps)
+    def forward(
+        self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D].
+
+        ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a stage's first layer.
+        """
+        add_rms_norm = self.attention.fused_ops.fused_add_rms_norm
+        if added_TD is None:
+            x_TD = self.attention_norm(h_TD)
+        else:
+            h_TD, x_TD = add_rms_norm(h_TD, added_TD, self.attention_norm.weight, self.norm_eps)
+        return add_rms_norm(h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps)
 
 
 def set_fused_ops(model: nn.Module, fused_ops: FusedOps) -> None:

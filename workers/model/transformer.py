@@ -65,10 +65,12 @@ class StageModel(nn.Module):
         is_padding_T: Tensor | None = None,
     ) -> Tensor:
         """Run all layers, [T, D] to [T, D]. Padding is given to no expert and not counted."""
+        added_TD: Tensor | None = None
         for layer in self.global_layers:
-            hidden_TD, x_TD = self.block(layer)(hidden_TD, rotary, attend)
-            hidden_TD = hidden_TD + self.feed_forward(layer, x_TD, on_choices, is_padding_T)
-        return hidden_TD
+            hidden_TD, x_TD = self.block(layer)(hidden_TD, added_TD, rotary, attend)
+            added_TD = self.feed_forward(layer, x_TD, on_choices, is_padding_T)
+        assert added_TD is not None
+        return hidden_TD + added_TD
 
     def feed_forward(
         self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None

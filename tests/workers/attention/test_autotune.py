@@ -212,7 +212,7 @@ def _packed_indexes() -> tuple[PrefillMetadata, DecodeMetadata]:
     """Two chunks of 3 and 4 tokens, seeing 5 and 8 keys; two single tokens."""
     none = torch.empty(0, dtype=torch.int64)
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    return PrefillMetadata(None, (3, 4), (5, 8), none, none, none, none), correctness_cases(plan, CPU, 2)[0].decode_index
+    return PrefillMetadata(None, (3, 4), (5, 8), (2, 4), none, none, none, none), correctness_cases(plan, CPU, 2)[0].decode_index
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
