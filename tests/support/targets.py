@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from processor import describe_processor
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -82,13 +83,15 @@ def target_table(targets: Sequence[Target]) -> Table:
 def conclude(
     targets: Sequence[Target], *tables: RenderableType, data: Mapping[str, Any] | None = None, as_json: bool = False
 ) -> NoReturn:
-    """Print the results and the targets, and exit: with status 1 if a target is missed.
+    """Print the results, the processor and the targets, and exit: with status 1 if a target is missed.
 
-    With ``as_json`` the standard output gets one JSON object, the data with the list ``targets``, and the tables go to stderr.
+    With ``as_json`` the standard output gets one JSON object, the data with ``processor`` and the list ``targets``, and the
+    tables go to stderr.
     """
     console = Console(stderr=as_json, highlight=False, width=130)
-    for each in [*tables, target_table(targets)] if targets else tables:
+    processor = describe_processor()
+    for each in [*tables, f"processor: {processor}", *([target_table(targets)] if targets else [])]:
         console.print(each)
     if as_json:
-        print(json.dumps({**(data or {}), "targets": as_data(targets)}, indent=1))
+        print(json.dumps({**(data or {}), "processor": processor, "targets": as_data(targets)}, indent=1))
     sys.exit(exit_status(targets))
