@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tramontane.cluster.common.signals import until_interrupted
-from tramontane.cluster.config.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
+from tramontane.cluster.config.measurements import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
 from tramontane.cluster.console.charts import BUSIEST, busiest_summary, heat_map
 from tramontane.cluster.console.charts import heat_legend as legend
 from tramontane.cluster.console.options import flag, option

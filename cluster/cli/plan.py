@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import per_expert
 from tramontane.cluster.config.key import for_each_expert_actor
+from tramontane.cluster.config.measurements import per_expert
 from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, is_from_file, key_option, option, with_options
 from tramontane.cluster.planning.capacity import (
     LENGTHS,
@@ -19,11 +20,12 @@ from tramontane.cluster.planning.capacity import (
     num_seqs_in_pages,
     pipeline_capacity,
     plan_as_data,
+    relative_times,
     stage_capacity,
     suggest_fixes,
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
-from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -34,7 +36,7 @@ from tramontane.proto.presets import PRESETS
 MAX_GPUS = 2**14
 KEYS = (
     *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size"),
-    *("expert_actors", "expert_memory", "expert_replicas", "expert_load"),
+    *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
 
@@ -74,13 +76,15 @@ def plan(
         settings.page_size,
         quantize=settings.quantize,
         experts_inside=experts is None,
+        measured=settings.measured,
     )
     pipeline = _make_plan(args, request, settings.stages_per_gpu)
+    times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
     if as_json:
-        print(json.dumps(plan_as_data(pipeline, budgets, experts)))
+        print(json.dumps(plan_as_data(pipeline, budgets, times, experts)))
         return
     console = Console(highlight=False)
-    _show(console, str(model), args, pipeline, budgets)
+    _show(console, str(model), args, pipeline, budgets, times)
     if experts is not None:
         _show_experts(console, experts)
 
@@ -135,7 +139,9 @@ def _plan_experts(args: ModelArgs, settings: EngineConfig, dtype: str) -> Expert
     return report(args, ExpertRequest(budgets, dtype, settings.quantize, replicas, loads))
 
 
-def _show(console: Console, model: str, args: ModelArgs, plan: PipelinePlan, budgets: tuple[StageBudget, ...]) -> None:
+def _show(
+    console: Console, model: str, args: ModelArgs, plan: PipelinePlan, budgets: tuple[StageBudget, ...], times: Sequence[float]
+) -> None:
     has_windows = any(args.windows)
     capacities = [stage_capacity(stage, budget, plan.cache.page_size) for stage, budget in zip(plan.stages, budgets, strict=True)]
     lengths = [f"{each.length // 1024}k" for each in capacities[0]]
@@ -157,6 +163,8 @@ def _show(console: Console, model: str, args: ModelArgs, plan: PipelinePlan, bud
     dtype, quantize = plan.stages[0].dtype, plan.stages[0].quantize
     weights = f"{dtype}, weights in {quantize}" if quantize else dtype
     console.print(f"{model} in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
+    each = ", ".join(f"{time:.2f}" for time in times)
+    console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)
     console.print(_at_once(plan), soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tramontane.cluster.cli.experts import LoadWindow, NoExpertsError, fetch_load
 from tramontane.cluster.common.signals import until_interrupted
-from tramontane.cluster.config.expert_load import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.console.charts import bin_activity, busiest_summary, heat_legend, heat_map, render_timeline
 from tramontane.cluster.console.charts import timeline_legend as legend
 from tramontane.cluster.console.options import flag

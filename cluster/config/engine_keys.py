@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr
 
-from tramontane.cluster.config.expert_load import ExpertLoad, parse_load_option
 from tramontane.cluster.config.key import (
     KeyGroup,
     PositiveInt,
@@ -26,6 +25,7 @@ from tramontane.cluster.config.key import (
     parse_url_prefixes,
 )
 from tramontane.cluster.config.logging import LogFormat, LogLevel
+from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import Link
 from tramontane.proto.step import STEP_TIMEOUT_S
@@ -74,12 +74,8 @@ class PipelineKeys(KeyGroup):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "auto", "bfloat16, float16 or float32, of weights and cache. auto: the checkpoint's.", defines_pipeline=True
     )
-    quantize: Quantization | None = key(
-        None, "int8 or fp8 weights, which take half the memory.", unset="off", defines_pipeline=True
-    )
-    max_model_len: PositiveInt | None = key(
-        None, "Positions per sequence.", unset="the checkpoint's context", defines_pipeline=True
-    )
+    quantize: Quantization | None = key(None, "int8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
+    max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)
     page_size: PositiveInt = key(16, "Positions per cache page.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(
         None, "Bytes of the page pool per stage, such as 512MiB.", unset="planned", metavar="SIZE", defines_pipeline=True
@@ -111,6 +107,9 @@ class PipelineKeys(KeyGroup):
         unset="measured where nodes have unlike GPUs",
         metavar="LIST",
         defines_pipeline=True,
+    )
+    measured: Annotated[tuple[StageTime, ...] | None, BeforeValidator(parse_stage_times_option)] = key(
+        None, "Output of bench --json, by which layers are split.", unset="by size", metavar="FILE", defines_pipeline=True
     )
     link: Link = key(
         "object-store",

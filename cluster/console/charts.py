@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.activity_log import MicroBatchActivity
 

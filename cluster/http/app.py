@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.config.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
+from tramontane.cluster.config.measurements import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.errors import (
     ERROR_HANDLERS,

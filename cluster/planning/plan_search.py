@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import per_expert
+from tramontane.cluster.config.measurements import per_expert
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, partition_gpus, placement_candidates
@@ -50,7 +50,7 @@ def _best_stages(
     once a plan takes 10, candidates with speeds 2 and 2 are of no use to a model of cost 40.
     """
     candidates = placement_candidates(config, args.n_layers, hardware, cluster)
-    costs = layer_costs(args, experts_inside=not config.expert_actors)
+    costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
     for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):  # stable: of equals, the largest GPUs first
         if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
@@ -93,6 +93,7 @@ def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot]) ->
         kv_cache_memory=config.kv_cache_memory,
         quantize=config.quantize,
         experts_inside=not config.expert_actors,
+        measured=config.measured,
     )
 
 

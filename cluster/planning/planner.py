@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import lcm
 
+from tramontane.cluster.config.measurements import StageTime
 from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
@@ -18,6 +19,7 @@ from tramontane.workers.weights.tensor_specs import TensorSpec, embedding_tensor
 FitsPredicate = Callable[[int, range], bool]  # whether a stage has enough memory for these layers
 Split = tuple[int, int, tuple[int, ...]]  # time of the slowest stage, sum of squared times, end of each stage
 
+SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
 MEMORY_SHARE = 0.9  # of a stage's memory; the rest is for activations and the runtime
 
 
@@ -50,6 +52,7 @@ class PlanRequest:
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
     experts_inside: bool = True  # in the stages, if the model has experts
+    measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
 
     @property
     def num_stages(self) -> int:
@@ -109,13 +112,25 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     return PipelinePlan(stages, request.max_model_len, max_concurrent_stages=len(stages))
 
 
-def layer_costs(args: ModelArgs, experts_inside: bool = True) -> list[int]:
+def layer_costs(args: ModelArgs, experts_inside: bool = True, measured: Sequence[StageTime] | None = None) -> list[int]:
     """Return the parameters that one token uses, per layer.
 
-    The last layer includes the head. The embedding, of which a token uses one row, is left out.
+    The last layer includes the head, which only tokens use that a new one is sampled from: ``SAMPLED_SHARE`` of all, or as
+    many as the busy times of a pipeline say. The embedding, of which a token uses one row, is left out. Raises ConfigError if
+    the busy times are of another model.
+
+    Layers of 10 parameters; stages with 3 and 2 of them were busy for 60 % and 50 % of the time. A layer takes 20 %, so the head
+    takes 10 %, which is 5 parameters.
     """
     costs = [_active_parameters(args, layer, experts_inside) for layer in range(args.n_layers)]
-    costs[-1] += args.vocab_size * args.dim
+    if measured is None:
+        head = int(args.vocab_size * args.dim * SAMPLED_SHARE)
+    else:
+        if measured[-1].last != args.n_layers - 1:
+            raise ConfigError(f"--measured is of {measured[-1].last + 1} layers, and the model has {args.n_layers}")
+        *others, last = (sum(costs[stage.first : stage.last + 1]) for stage in measured)
+        head = round(measured[-1].busy * sum(others) / sum(stage.busy for stage in measured[:-1])) - last
+    costs[-1] += max(head, 0)
     return costs
 
 
@@ -162,7 +177,8 @@ class _StageFootprint:
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
-    costs, speeds = layer_costs(args, request.experts_inside), [budget.speed for budget in request.budgets]
+    costs = layer_costs(args, request.experts_inside, request.measured)
+    speeds = [budget.speed for budget in request.budgets]
     spans = split_layers(costs, speeds, _fits(request, footprint))
     if spans is None:
         raise TooLittleMemoryError(_memory_error(split_layers(costs, speeds) or [], request, footprint))

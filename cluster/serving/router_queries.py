@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.config.measurements import ExpertLoad, MeasuredLoad
 from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.ray_internals.accessors import broadcast_results, configure_handle
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude

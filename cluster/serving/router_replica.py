@@ -17,7 +17,7 @@ from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
 from tramontane.cluster.common.deployments import is_superseded, number_deployment
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
+from tramontane.cluster.config.measurements import ExpertLoad, per_expert
 from tramontane.cluster.observability.exporters import PipelineMetrics
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.router.grpc.handlers import add_inference
 from tramontane.router.grpc.servicer import GrpcServicer

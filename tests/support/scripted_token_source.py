@@ -8,7 +8,7 @@ import httpx
 from starlette.applications import Starlette
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.config.expert_load import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
 from tramontane.proto.errors import OverloadedError, TramontaneError

@@ -13,7 +13,7 @@ from typing import Any
 from past_activity import pipeline_activity
 from scripted_chain import ScriptedChain, no_gate
 
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.token_channel import IngressStreams

@@ -20,7 +20,7 @@ from tramontane.cluster.bench.report import BenchDisplay, as_data
 from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPlan
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli import main as cli
-from tramontane.cluster.config.expert_load import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.console import charts as pictures
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer

@@ -94,6 +94,18 @@ def test_mixed_gpus_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -
     assert fast > slow
 
 
+def test_busy_times_of_a_pipeline_decide_how_layers_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head takes as long as eight layers, so the last of two stages gets eight fewer."""
+    layers = [(0, 15), (16, 31)]
+    measured = {"stages": [{"layers": span, "busy_share": busy} for span, busy in zip(layers, (0.4, 0.6), strict=True)]}
+    (tmp_path / "bench.json").write_text(json.dumps(measured))
+    stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=str(tmp_path / "bench.json"))["stages"]
+    assert [(stage["first_layer"], stage["last_layer"]) for stage in stages] == [(0, 19), (20, 31)]
+    assert [stage["relative_time"] for stage in stages] == pytest.approx([1, 1])
+    plan("mistral-7b-v0.1", "80GiB", gpus=2)
+    assert capsys.readouterr().out.splitlines()[-2] == "time of a micro-batch, relative to the mean of the stages: 0.99, 1.01"
+
+
 def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = tiny_args(n_layers=4)
     folder = write_checkpoint(tmp_path / "model", args, random_model(args))
@@ -302,7 +314,7 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
     loaded = "print(sorted({'ray', 'torch'} & sys.modules.keys()))"
     code = f"import sys; from tramontane.cluster.cli.main import app; {command}; {loaded}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "[]"
+    assert run.stdout.splitlines()[-2] == "[]"
 
 
 @pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])

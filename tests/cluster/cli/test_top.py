@@ -19,7 +19,7 @@ from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli.top import History, render
 from tramontane.cluster.common.signals import SIGNALS
-from tramontane.cluster.config.expert_load import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.console import server_client as activity_client
 from tramontane.cluster.console.charts import bin_activity, render_timeline
 from tramontane.cluster.console.server_client import ask_activity, last_seen, poll_activity

@@ -39,6 +39,7 @@ KEYS = {
     "expert_replicas": "PSF",
     "expert_memory": "PSF",
     "expert_load": "PSF",
+    "measured": "PSF",
     "ping_pong": "PSF",
     "max_num_seqs": "PSF",
     "max_num_batched_tokens": "-SF",

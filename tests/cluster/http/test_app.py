@@ -21,7 +21,7 @@ from starlette.requests import Request
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.config.measurements import ExpertLoad, MeasuredLoad
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig, MoveExperts
 from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain

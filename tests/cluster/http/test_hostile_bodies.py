@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from scripted_token_source import CHAT, MODEL, ScriptedSource, client_for, http_app_for
 from starlette.applications import Starlette
 
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http import app, sse
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.openapi import Operation

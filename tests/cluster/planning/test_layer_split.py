@@ -2,14 +2,18 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_args
 
+from tramontane.cluster.config.measurements import StageTime
+from tramontane.cluster.planning.capacity import relative_times
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, is_splittable, layer_costs, make_plan, split_layers
-from tramontane.proto.errors import PlanError
+from tramontane.proto.errors import ConfigError, PlanError
 
 repeatable = settings(derandomize=True, deadline=None)
 Case = tuple[list[int], list[int], list[int]]
@@ -112,3 +116,44 @@ def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits
         max(sum(costs[i] for i in span) / limit.speed for span, limit in zip(spans, limits, strict=True)) for spans in fitting
     )
     assert slowest == best
+
+
+def test_the_cost_of_the_head_is_what_busy_times_say() -> None:
+    """As in the docstring: stages of 3 and 2 layers are busy for 60 % and 50 %, so the head takes as long as half a layer."""
+    args = tiny_args(n_layers=5, moe=False)
+    (layer, *_) = layer_costs(args)
+    costs = layer_costs(args, measured=(StageTime(0, 2, 0.6), StageTime(3, 4, 0.5)))
+    assert costs == [layer] * 4 + [layer + layer // 2]
+    many = layer_costs(args, measured=(StageTime(0, 0, 2), StageTime(1, 2, 6), StageTime(3, 4, 9)))
+    assert many[-1] - layer == round(9 * 3 / 8 * layer) - 2 * layer, "a layer takes 8/3 on average of those before the last stage"
+
+
+def test_a_last_stage_that_is_faster_than_its_layers_gives_the_head_no_cost() -> None:
+    args = tiny_args(n_layers=4, moe=False)
+    assert len(set(layer_costs(args, measured=(StageTime(0, 1, 0.6), StageTime(2, 3, 0.5))))) == 1
+
+
+def test_busy_times_of_another_model_are_refused() -> None:
+    times = (StageTime(0, 1, 0.6), StageTime(2, 4, 0.5))
+    with pytest.raises(ConfigError, match="--measured is of 5 layers, and the model has 4"):
+        layer_costs(tiny_args(n_layers=4), measured=times)
+
+
+def test_a_plan_by_busy_times_moves_layers_to_where_time_is_left() -> None:
+    """The head takes as long as 4 layers: of 8, the last of two stages has 2."""
+    args = tiny_args(n_layers=8, moe=False)
+    budgets = (StageBudget(2**30),) * 2
+    request = PlanRequest(budgets, "float32", max_model_len=64, max_num_seqs=4, page_size=16)
+    measured = replace(request, measured=(StageTime(0, 3, 0.4), StageTime(4, 7, 0.8)))
+    assert [len(stage.layers) for stage in make_plan(args, request).stages] == [4, 4]
+    plan = make_plan(args, measured)
+    assert [len(stage.layers) for stage in plan.stages] == [6, 2]
+    assert relative_times(layer_costs(args, measured=measured.measured), plan, budgets) == [1.0, 1.0]
+
+
+def test_times_of_stages_are_relative_to_their_mean() -> None:
+    plan = make_plan(tiny_args(n_layers=3), PlanRequest((StageBudget(2**30),) * 2, "float32", 64, 4, 16))
+    ends = [stage.last_layer for stage in plan.stages]
+    fast = (StageBudget(1), StageBudget(1, speed=2))
+    costs = [2, 2, 5] if ends == [2, 3] else [4, 2, 3]
+    assert relative_times(costs, plan, fast) == pytest.approx([4 / 3.25, 2.5 / 3.25])

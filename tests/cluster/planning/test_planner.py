@@ -17,6 +17,7 @@ from tiny_models import GIB, tiny_args, tiny_plan
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.pipeline.engine import make_scheduler
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline
@@ -90,12 +91,12 @@ def test_equal_layers_are_spread_evenly() -> None:
 
 
 def test_the_head_weighs_on_the_last_layer_and_the_embedding_on_none() -> None:
-    """A token uses all of the head, and one row of the embedding."""
+    """A token that one is sampled from, every third, uses all of the head, and any token one row of the embedding."""
     small = tiny_args(n_layers=6, moe=False)
     costs = layer_costs(small)
     assert costs[:-1] == [costs[0]] * 5
-    assert costs[-1] - costs[0] == small.vocab_size * small.dim
-    large = ModelArgs(**{name: getattr(small, name) for name in small.__slots__} | {"vocab_size": 4 * costs[1] // small.dim})
+    assert costs[-1] - costs[0] == small.vocab_size * small.dim // 3
+    large = ModelArgs(**{name: getattr(small, name) for name in small.__slots__} | {"vocab_size": 12 * costs[1] // small.dim})
     assert [len(span) for span in split_layers(layer_costs(large), [1] * 3)] == [2, 3, 1]
 
 
@@ -436,6 +437,7 @@ DEFAULTS = {
     "expert_replicas": 1,
     "expert_memory": None,
     "expert_load": None,
+    "measured": None,
     "ping_pong": 2,
     "seed": 0,
     "served_model_name": None,
@@ -523,6 +525,7 @@ def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -
 
 
 LOAD_FILE = Path(__file__).parents[2] / "support" / "expert_load.json"
+TIMES_FILE = LOAD_FILE.with_name("stage_times.json")
 # flag, its text, and what the configuration holds then
 SETTINGS: list[tuple[str, str, object]] = [
     ("model", "some/folder", Path("some/folder")),
@@ -548,6 +551,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("expert-replicas", "2", 2),
     ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
     ("expert-load", str(LOAD_FILE), ((1, 2), (3, 4))),
+    ("measured", str(TIMES_FILE), (StageTime(0, 8, 0.9), StageTime(9, 15, 0.85))),
     ("ping-pong", "3", 3),
     ("seed", "-7", -7),
 ]

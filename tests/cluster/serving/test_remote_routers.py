@@ -9,7 +9,7 @@ from past_activity import pipeline_activity
 from ray.serve.config import RequestRouterConfig
 from simulated_routers import Handle, Replica, driven, fill, harness, pending, policy, replicas_named, request_tokens, stuck
 
-from tramontane.cluster.config.expert_load import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter

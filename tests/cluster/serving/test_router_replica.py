@@ -16,7 +16,7 @@ from past_activity import log_of
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import ExpertLoad
+from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.pipeline import adoption as any_pipeline_module
 from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.planning.hardware import TooFewNodesError

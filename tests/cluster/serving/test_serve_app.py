@@ -59,7 +59,7 @@ from serve_cluster import (
 from tramontane.client import AsyncClient, Client
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
-from tramontane.cluster.config.expert_load import MeasuredLoad, read_load
+from tramontane.cluster.config.measurements import MeasuredLoad, read_load
 from tramontane.cluster.console.server_client import ask_activity, last_seen
 from tramontane.cluster.pipeline.engine import open_engine
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster

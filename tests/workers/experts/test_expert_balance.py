@@ -10,7 +10,7 @@ from harness import PROMPTS, run_prompts, scheduler_for
 from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.config.expert_load import per_expert
+from tramontane.cluster.config.measurements import per_expert
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.model.layers import TransformerBlock

@@ -1,4 +1,4 @@
-"""How tokens are spread over experts: summed, written, read, shown."""
+"""Measurements: how tokens are spread over experts, summed, written, read, shown; busy times of stages, read."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from rich.console import Console
 from tramontane.cluster.cli import experts as expert_watch
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
-from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
+from tramontane.cluster.config.measurements import MeasuredLoad, StageTime, load_as_data, parse_stage_times_option, read_load
 from tramontane.cluster.console.charts import CELL, busiest_summary, cell_style, heat_legend, heat_map
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.openai.responses import ExpertTokens
@@ -64,6 +64,46 @@ def test_a_file_that_holds_no_load_is_named(tmp_path: Path, text: str, named: st
         read_load(tmp_path / "load.json")
     assert str(tmp_path / "load.json") in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# ---- busy times of stages
+
+
+def _stages(*stages: tuple[Any, Any, Any]) -> str:
+    return json.dumps({"stages": [{"layers": [first, last], "busy_share": busy} for first, last, busy in stages]})
+
+
+def test_busy_times_are_read_from_what_a_benchmark_prints(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text(_stages((0, 8, 0.9), (9, 15, 1)))
+    times = (StageTime(0, 8, 0.9), StageTime(9, 15, 1))
+    assert parse_stage_times_option(str(file)) == parse_stage_times_option(file) == times
+    assert parse_stage_times_option(times) is times
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "is not what tramontane bench --json writes: it is not JSON"),
+        ("[]", "it has no stages"),
+        ('{"stages": null}', "it has no stages"),
+        ('{"stages": [{"layers": [0, 1]}]}', "it has no stages"),
+        ('{"stages": []}', "stages must have two stages or more"),
+        (_stages((0, 15, 0.9)), "stages must have two stages or more: with one, the output head cannot be separated"),
+        (_stages((0, 7, 0.9), (9, 15, 0.9)), "the first and the last layer of each stage, without gaps"),
+        (_stages((0, 7, 0.9), (8, 7, 0.9)), "without gaps"),
+        (_stages((1, 7, 0.9), (8, 9, 0.9)), "without gaps"),
+        (_stages((0, 7.0, 0.9), (8, 9, 0.9)), "without gaps"),
+        (_stages((0, 7, 0.0), (8, 9, 0.9)), "a busy_share above 0 for each stage"),
+        (_stages((0, 7, True), (8, 9, 0.9)), "a busy_share above 0"),
+        (_stages((0, 7, 0.5), (8, 9, float("inf"))), "a busy_share above 0"),
+    ],
+)
+def test_a_file_without_busy_times_is_named(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(named)) as refused:
+        parse_stage_times_option(tmp_path / "bench.json")
+    assert str(refused.value).startswith(f"--measured {tmp_path / 'bench.json'}")
 
 
 # ---- requests to a server

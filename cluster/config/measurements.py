@@ -1,15 +1,16 @@
-"""Measured expert load: tokens routed to each expert, as ``tramontane experts --json`` writes it."""
+"""Measurements of a pipeline for the planner: load of experts, busy shares of stages, and the files that hold them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import ExpertId
 
 ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
+Parsed = TypeVar("Parsed")
 KEY = "tokens_per_expert"
 MAX_TOKENS = 2**53  # of one expert: larger integers are not exact in JSON
 NO_EXPERTS = "no_experts"  # the error code of GET /experts
@@ -57,18 +58,23 @@ def parse_load(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
 
 def read_load(path: Path, name: str = "--expert-load") -> ExpertLoad:
     """Read a file that ``tramontane experts --json`` wrote. Raises ConfigError for others."""
+    return _read(path, name, "tramontane experts --json", KEY, parse_load)
+
+
+def _read(path: Path, name: str, command: str, key: str, parse: Callable[[Any], Parsed]) -> Parsed:
+    """Read what a command wrote. Raises ConfigError if there is no ``key``, or ``parse`` raises ValueError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it is not JSON") from error
+        raise ConfigError(f"{name} {path} is not what {command} writes: it is not JSON") from error
     try:
-        return parse_load(data)
+        return parse(data)
     except ValueError as error:
-        raise ConfigError(f"{name} {path}: {KEY} {error}") from error
+        raise ConfigError(f"{name} {path}: {key} {error}") from error
     except (TypeError, LookupError) as error:
-        raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it has no {KEY}") from error
+        raise ConfigError(f"{name} {path} is not what {command} writes: it has no {key}") from error
 
 
 def parse_load_option(value: object) -> object:
@@ -79,3 +85,36 @@ def parse_load_option(value: object) -> object:
 def per_expert(load: ExpertLoad) -> dict[ExpertId, float]:
     """Return the load by expert, for the planner. An expert without tokens counts as one, since it may get some later."""
     return {ExpertId(layer, expert): max(float(n), 1.0) for layer, row in enumerate(load) for expert, n in enumerate(row)}
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Layers ``first`` to ``last`` of a stage that ran, and its busy time, relative to the other stages'."""
+
+    first: int
+    last: int
+    busy: float
+
+
+def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # noqa: ANN401 - whatever came as JSON
+    """Read the list ``stages`` of ``tramontane bench --json`` or ``generate --json``.
+
+    Raises TypeError or LookupError if there is none, ValueError if it is not that of a pipeline of two stages or more.
+    """
+    times = tuple(StageTime(*stage["layers"], stage["busy_share"]) for stage in data["stages"])
+    starts = [0, *(time.last + 1 for time in times)]
+    are_numbers = all(type(n) is int for time in times for n in (time.first, time.last))
+    if not are_numbers or any(time.first != start or time.last < start for time, start in zip(times, starts, strict=False)):
+        raise ValueError("must have the first and the last layer of each stage, without gaps")
+    if len(times) < 2:
+        raise ValueError("must have two stages or more: with one, the output head cannot be separated from the layers")
+    if not all(type(time.busy) in (int, float) and 0 < time.busy < float("inf") for time in times):
+        raise ValueError("must have a busy_share above 0 for each stage")
+    return times
+
+
+def parse_stage_times_option(value: object) -> object:
+    """Return the times in a file, which is read at once: processes that use the configuration may not have it."""
+    if not isinstance(value, str | Path):
+        return value
+    return _read(Path(value), "--measured", "tramontane bench --json", "stages", parse_stage_times)
