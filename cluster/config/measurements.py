@@ -101,7 +101,7 @@ def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # noqa: ANN401 - wha
 
     Raises TypeError or LookupError if there is none, ValueError if it is not that of a pipeline of two stages or more.
     """
-    times = tuple(StageTime(*stage["layers"], stage["busy_share"]) for stage in data["stages"])
+    times = tuple(StageTime(stage["layers"][0], stage["layers"][1], stage["busy_share"]) for stage in data["stages"])
     starts = [0, *(time.last + 1 for time in times)]
     are_numbers = all(type(n) is int for time in times for n in (time.first, time.last))
     if not are_numbers or any(time.first != start or time.last < start for time, start in zip(times, starts, strict=False)):

@@ -314,7 +314,7 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
     loaded = "print(sorted({'ray', 'torch'} & sys.modules.keys()))"
     code = f"import sys; from tramontane.cluster.cli.main import app; {command}; {loaded}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-2] == "[]"
+    assert run.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])
@@ -374,7 +374,7 @@ def test_the_bound_on_concurrent_sequences_is_named(
 
 def test_layers_without_a_window_are_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     plan("ministral-8b", "24GiB", gpus=3)
-    cache = capsys.readouterr().out.splitlines()[-2]
+    cache = capsys.readouterr().out.splitlines()[-3]
     pages = "[0-9]+ pages of 16 tokens in layers"
     assert re.search(f"; a cache of {pages} without a sliding window and {pages} with a sliding window of 32768$", cache), cache
 
