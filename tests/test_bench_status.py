@@ -231,7 +231,9 @@ def _gpu(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0
 def _quantization(bench: Any, int8: float = 1.5, fp8: float = 4.0, bits: float = 1.001, weights: float = 0.55) -> Patches:  # noqa: ANN401
     """Return errors and bits as multiples of what they are compared with."""
     error = 0.01
-    errors = {"bfloat16": error, "float32, int8": int8 * error, "float32, fp8": fp8 * int8 * error}
+    errors = {"bfloat16": error, "float32, int8": int8 * error} | {
+        f"float32, {name}": fp8 * int8 * error for name in ("fp8", "w8a8")
+    }
 
     def quality(*_: object) -> dict[Any, Any]:
         found = {}

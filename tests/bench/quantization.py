@@ -1,4 +1,4 @@
-"""Benchmark of int8 and fp8 weights: quality, memory and speed.
+"""Benchmark of int8 and fp8 weights, and of int8 activations: quality, memory and speed.
 
     python tests/bench/quantization.py [--text FILE] [--parts 1000] [--rounds 5]
 
@@ -44,9 +44,10 @@ from tramontane.proto.request import SamplingParams
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.kernels import quantized_linear
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights import loader
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
-INT8, FP8 = Quantization.INT8, Quantization.FP8
+INT8, W8A8, FP8 = Quantization.INT8, Quantization.W8A8, Quantization.FP8
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ class Precision:
             yield
             return
         choose = quantized_linear.QuantizedKernels(quantized_linear.dequantized_linear, quantized_linear.fp8_linear).choose
-        with patch.object(quantized_linear, "_cpu_product", lambda x_TK, _numbers_NK: choose(len(x_TK))):
+
+        def product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+            return choose(len(x_TK))(x_TK, numbers_NK, scale_N)
+
+        with patch.object(loader, "pack_linears"), patch.object(quantized_linear, "dequantized_linear", product):
             yield
 
 
@@ -75,9 +80,11 @@ EXACT, HALF = Precision("float32"), Precision("bfloat16")
 PRECISIONS = (
     EXACT,
     Precision("float32", INT8),
+    Precision("float32", W8A8),
     Precision("float32", FP8),
     HALF,
     Precision("bfloat16", INT8),
+    Precision("bfloat16", W8A8),
     Precision("bfloat16", FP8),
 )
 ON_GPU = Precision("bfloat16", FP8, fp8_activations=True)
@@ -86,7 +93,7 @@ console = Console(width=120)
 CONTEXT, PROMPT, NEW_TOKENS = 512, 16, 64
 MAX_WEIGHT_BYTES = 0.55  # of those in bfloat16
 MAX_BITS = 1.001  # per token, of those in float32
-MAX_INT8_ERROR, MAX_FP8_ERROR = 1.5, 4.0  # of the error of bfloat16, of that of int8
+MAX_INT8_ERROR, MAX_FP8_ERROR = 1.5, 4.0  # of the error of bfloat16, of that of int8; w8a8 as fp8
 # One layer of Mistral 7B with a small vocabulary: large enough that the bytes of its weights matter.
 LAYER = replace(preset("mistral-7b-v0.1"), n_layers=1, windows=(4096,), vocab_size=1024, max_seq_len=CONTEXT)
 
@@ -169,11 +176,13 @@ def show_quality(path: Path, num_parts: int, small: Path) -> Iterator[Target]:
 
 
 def quality_targets(name: str, found: dict[Precision, Quality]) -> Iterator[Target]:
-    """Compare int8 with rounding to bfloat16, fp8 with int8, and both with float32 by bits per token."""
-    int8, fp8, half = (found[each].relative_error for each in (Precision("float32", INT8), Precision("float32", FP8), HALF))
+    """Compare int8 with rounding to bfloat16, w8a8 and fp8 with int8, and all with float32 by bits per token."""
+    int8, half = found[Precision("float32", INT8)].relative_error, found[HALF].relative_error
     yield at_most(f"{name}, int8: logits off by, of bfloat16", int8 / half, MAX_INT8_ERROR, "x")
-    yield at_most(f"{name}, fp8: logits off by, of int8", fp8 / int8, MAX_FP8_ERROR, "x")
-    for quantize in (INT8, FP8):
+    for quantize in (W8A8, FP8):
+        ratio = found[Precision("float32", quantize)].relative_error / int8
+        yield at_most(f"{name}, {quantize}: logits off by, of int8", ratio, MAX_FP8_ERROR, "x")
+    for quantize in (INT8, W8A8, FP8):
         bits = found[Precision("float32", quantize)].bits_per_token / found[EXACT].bits_per_token
         yield at_most(f"{name}, {quantize}: bits, of float32", bits, MAX_BITS, "x")
 

@@ -2,7 +2,7 @@
 // in the order of the units, in float32, so it depends neither on the other rows nor on how rows are put together.
 
 #include "element.h"
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -24,51 +24,74 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-// A unit is what one multiplication takes of a row: two bfloat16 where the processor has an instruction for their products, else a
-// float, into which numbers of 16 bits are converted.
-#if ELEMENT == 1 && defined(__AVX512BF16__)
+// A unit is what one multiplication takes of a row, and `vector` sums of LANES columns:
+//   INTEGERS  four int8, or two int16, whichever the processor adds up with one instruction; sums in int32, which are exact
+//   else      two bfloat16 where the processor has an instruction for their products, else a float; sums in float
+#if defined(INTEGERS)
+typedef uint32_t unit;
+typedef int32_t vector __attribute__((vector_size(4 * LANES)));
+#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
+#define STEP 4
+typedef uint8_t part; // of a unit of weights: the number + 128, since the instruction multiplies uint8 by int8
+#define OFFSET 128
+#else
+#define STEP 2
+typedef int16_t part;
+#define OFFSET 0
+#endif
+#elif ELEMENT == 1 && defined(__AVX512BF16__)
 #define STEP 2
 typedef uint32_t unit;
 typedef uint16_t part; // of a unit
+typedef floats vector;
 static inline part to_part(float x) { return narrow(x); }
 static inline part element_to_part(element x) { return x; }
 #else
 #define STEP 1
 typedef float unit;
 typedef float part;
+typedef floats vector;
 static inline part to_part(float x) { return x; }
 static inline part element_to_part(element x) { return widen(x); }
 #endif
 #define UNITS(numbers) (((numbers) + STEP - 1) / STEP)
 
+// Returns sum + input * weights, for LANES columns [LANES][STEP] of a panel.
+static inline __attribute__((always_inline)) vector add_product(vector sum, unit input, const part *weights) {
+#if STEP == 1
+    vector column;
+    memcpy(&column, weights, sizeof column);
+    return sum + input * column;
+#elif !defined(INTEGERS)
+    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)input), (__m512bh)_mm512_loadu_si512(weights));
+#elif STEP == 4 && LANES == 16
+    return (vector)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weights), _mm512_set1_epi32((int)input));
+#elif STEP == 4
+    return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_loadu_si256((const __m256i *)weights), _mm256_set1_epi32((int)input));
+#elif LANES == 8 && defined(__AVX2__)
+    return sum + (vector)_mm256_madd_epi16(_mm256_set1_epi32((int)input), _mm256_loadu_si256((const __m256i *)weights));
+#else
+    vector both; // int16 in both halves of an int32; the first is the lower one
+    memcpy(&both, weights, sizeof both);
+    return sum + (int32_t)(int16_t)input * ((both << 16) >> 16) + ((int32_t)input >> 16) * (both >> 16);
+#endif
+}
+
 // Adds to the sums [rows][2] of one panel [units][COLUMNS][STEP]. The input of row r and unit i is inputs[r * row_stride + i *
 // unit_stride]. For every unit `stride` bytes are requested from memory, from `ahead` on.
-static inline __attribute__((always_inline)) void add_products_of(const int rows, floats sums[][2], const unit *inputs,
+static inline __attribute__((always_inline)) void add_products_of(const int rows, vector sums[][2], const unit *inputs,
                                                                   int64_t row_stride, int64_t unit_stride, const part *panel,
                                                                   int64_t units, const char *ahead, int64_t stride) {
-    floats own[ROWS][2];
+    vector own[ROWS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
     for (int64_t i = 0; i < units; i++) {
         if (ahead) __builtin_prefetch(ahead + i * stride, 0, 2);
-#if STEP == 2
-        const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + COLUMNS);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-            const __m512bh input = (__m512bh)_mm512_set1_epi32((int)inputs[row * row_stride]);
-            own[row][0] = (floats)_mm512_dpbf16_ps((__m512)own[row][0], input, first);
-            own[row][1] = (floats)_mm512_dpbf16_ps((__m512)own[row][1], input, second);
+            own[row][0] = add_product(own[row][0], inputs[row * row_stride], panel);
+            own[row][1] = add_product(own[row][1], inputs[row * row_stride], panel + LANES * STEP);
         }
-#else
-        floats first, second;
-        memcpy(&first, panel, sizeof first);
-        memcpy(&second, panel + LANES, sizeof second);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            own[row][0] += inputs[row * row_stride] * first;
-            own[row][1] += inputs[row * row_stride] * second;
-        }
-#endif
         inputs += unit_stride;
         panel += COLUMNS * STEP;
     }

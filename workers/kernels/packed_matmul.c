@@ -1,9 +1,12 @@
 // Products x W^T with weights that are stored in the order in which they are read. Compiled when a stage starts, with
 //   ELEMENT  the dtype of x and of the output, see workers/device/element.h
-//   WEIGHT   the numbers of W: 0 for ELEMENT itself, 1 for int8, 2 for float8_e4m3fn
+//   WEIGHT   the numbers of W: 0 for ELEMENT itself, 1 for int8, 2 for float8_e4m3fn, 3 for int8 and x rounded to int8, too
 // Each output is one sum over all inputs, in their order and in float32, whatever the other rows and the threads are: it is the
 // same for a token alone and in a micro-batch.
 
+#if WEIGHT == 3
+#define INTEGERS
+#endif
 #include "tile.h"
 #include <sys/mman.h>
 
@@ -14,7 +17,7 @@ typedef int16_t number; // the bits of float16
 #else
 typedef element number;
 #endif
-#define IS_CONVERTED (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0))
+#define IS_CONVERTED (STEP != 4 && (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0)))
 
 // Inputs are multiplied a block of rows at a time, which remains in the second-level cache while it is multiplied by all panels.
 #define BLOCK_BYTES (1 << 19)
@@ -23,6 +26,12 @@ typedef element number;
 // cache. Numbers that are parts of units already are multiplied a panel at a time.
 #define CHUNK_UNITS ((1 << 14) / (COLUMNS * STEP * (int64_t)sizeof(part)))
 #define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
+
+#if defined(INTEGERS)
+#define WITH_OFFSET(x) (number)((x) + OFFSET)
+#else
+#define WITH_OFFSET(x) (x)
+#endif
 
 int64_t panel_columns(void) { return COLUMNS; }
 int64_t unit_numbers(void) { return STEP; }
@@ -50,8 +59,8 @@ void pack(const number *weight, number *packed, int64_t outputs, int64_t inputs,
                 for (int64_t i = begin; i < end; i++)
                     for (int64_t s = 0; s < STEP; s++) {
                         const int is_weight = output < outputs && i * STEP + s < inputs;
-                        packed[panel * size + (i * COLUMNS + column) * STEP + s] =
-                            is_weight ? weight[output * inputs + i * STEP + s] : 0;
+                        const number x = is_weight ? weight[output * inputs + i * STEP + s] : 0;
+                        packed[panel * size + (i * COLUMNS + column) * STEP + s] = WITH_OFFSET(x);
                     }
             }
 }
@@ -68,7 +77,7 @@ static inline float move_bits(int32_t number, int exponent, int mantissa) {
 }
 
 static inline float value(number x) {
-#if WEIGHT == 1
+#if WEIGHT == 1 || WEIGHT == 3
     return x;
 #elif WEIGHT == 2
     return move_bits(x, 4, 3) * 0x1p120f;
@@ -81,7 +90,9 @@ static inline float value(number x) {
 
 static void convert(const number *from, part *to, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-#if STEP == 2 // all numbers of 8 bits have few enough that the lower half is 0
+#if defined(INTEGERS)
+        to[i] = from[i];
+#elif STEP == 2 // all numbers of 8 bits have few enough that the lower half is 0
         const float wide = value(from[i]);
         uint32_t bits;
         memcpy(&bits, &wide, 4);
@@ -99,7 +110,7 @@ static void convert(const number *from, part *to, int64_t count) {
         break;
 
 // Adds the products of `rows` rows and a chunk to their sums, for inputs [units][rows].
-static void add_products(int64_t rows, floats sums[][2], const unit *inputs, const part *panel, int64_t units,
+static void add_products(int64_t rows, vector sums[][2], const unit *inputs, const part *panel, int64_t units,
                          const char *ahead, int64_t stride) {
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -109,30 +120,70 @@ static void add_products(int64_t rows, floats sums[][2], const unit *inputs, con
     }
 }
 
+// What an output is: (sum + start) * scale, where sums are of integers.
+struct row {
+    int32_t start;
+    float scale;
+};
+
 // x [rows][inputs] of one tile to units [units][rows].
-static void pack_tile(const element *x, unit *to, int64_t rows, int64_t inputs) {
+#if defined(INTEGERS)
+// Numbers are x / scale to the nearest; the largest of a row is 127 or -127. Weights are OFFSET too large, so a row's sums start at
+// -OFFSET times the sum of its numbers. A row with an infinity or NaN has a scale of NaN, one below 1e-30 zeros.
+static void pack_tile(const element *x, unit *to, struct row *row, int64_t rows, int64_t inputs) {
     const int64_t units = UNITS(inputs);
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t r = 0; r < rows; r++, x += inputs) {
+        float largest = 0, check = 0;
+        for (int64_t i = 0; i < inputs; i++) {
+            const float size = fabsf(widen(x[i]));
+            largest = size > largest ? size : largest;
+            check += size * 0;
+        }
+        const float factor = largest > 1e-30f ? 127 / largest : 0; // which is finite
+        int32_t total = 0;
         for (int64_t i = 0; i < units; i++) {
-            const element *from = x + row * inputs + i * STEP;
-#if STEP == 2
-            to[i * rows + row] = from[0] | (i * STEP + 1 < inputs ? (uint32_t)from[1] << 16 : 0);
+            int8_t numbers[4] = {0};
+            for (int64_t s = 0; s < STEP; s++)
+                if (i * STEP + s < inputs && check == 0) numbers[s] = (int8_t)rintf(widen(x[i * STEP + s]) * factor);
+            total += numbers[0] + numbers[1] + numbers[2] + numbers[3];
+#if STEP == 4
+            memcpy(to + i * rows + r, numbers, 4);
 #else
-            to[i * rows + row] = widen(*from);
+            to[i * rows + r] = (uint16_t)numbers[0] | (uint32_t)(uint16_t)numbers[1] << 16;
 #endif
         }
+        row[r] = (struct row){-OFFSET * total, largest / 127 + check};
+    }
 }
+#else
+static void pack_tile(const element *x, unit *to, struct row *row, int64_t rows, int64_t inputs) {
+    const int64_t units = UNITS(inputs);
+    for (int64_t r = 0; r < rows; r++, x += inputs) {
+        row[r] = (struct row){0, 1};
+        for (int64_t i = 0; i < units; i++) {
+#if STEP == 2
+            to[i * rows + r] = x[i * STEP] | (i * STEP + 1 < inputs ? (uint32_t)x[i * STEP + 1] << 16 : 0);
+#else
+            to[i * rows + r] = widen(x[i]);
+#endif
+        }
+    }
+}
+#endif
 
 // Rounds the sums of `rows` rows and a panel to y [rows][outputs], at its column `first`.
-static void store(floats sums[][2], element *y, const float *scales, int64_t rows, int64_t first, int64_t outputs) {
+static void store(vector sums[][2], element *y, const float *scales, const struct row *row, int64_t rows, int64_t first,
+                  int64_t outputs) {
     const int64_t columns = outputs - first < COLUMNS ? outputs - first : COLUMNS;
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = (const float *)sums[row];
-        element *to = y + row * outputs + first;
-        if (scales)
-            for (int64_t c = 0; c < columns; c++) to[c] = narrow(from[c] * scales[first + c]);
-        else
-            for (int64_t c = 0; c < columns; c++) to[c] = narrow(from[c]);
+    for (int64_t r = 0; r < rows; r++) {
+        element *to = y + r * outputs + first;
+#if defined(INTEGERS)
+        const int32_t *from = (const int32_t *)sums[r];
+        for (int64_t c = 0; c < columns; c++) to[c] = narrow((float)(from[c] + row[r].start) * row[r].scale * scales[first + c]);
+#else
+        const float *from = (const float *)sums[r];
+        for (int64_t c = 0; c < columns; c++) to[c] = narrow(scales ? from[c] * scales[first + c] : from[c]);
+#endif
     }
 }
 
@@ -142,20 +193,21 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
               int64_t inputs, int threads) {
     const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), width = COLUMNS * STEP;
     const int64_t most = block_rows(inputs);
+    struct row row[BLOCK_ROWS];
 #pragma omp parallel num_threads(threads)
     for (int64_t begin = 0; begin < rows; begin += most) {
         const int64_t count = rows - begin < most ? rows - begin : most, tiles = (count + ROWS - 1) / ROWS;
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
-            pack_tile(x + (begin + first) * inputs, block + first * units, own, inputs);
+            pack_tile(x + (begin + first) * inputs, block + first * units, row + first, own, inputs);
         }
         // While a chunk is multiplied by the tiles, each of them requests its part of the same chunk of the next panel from memory.
         const int64_t stride = (width * (int64_t)sizeof(number) + tiles - 1) / tiles;
         const int64_t distance = tiles == 1 ? AHEAD_BYTES : units * width * (int64_t)sizeof(number);
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; panel++) {
-            floats sums[BLOCK_ROWS][2];
+            vector sums[BLOCK_ROWS][2];
             memset(sums, 0, count * sizeof sums[0]);
             for (int64_t at = 0, length; at < units; at += length) {
                 length = IS_CONVERTED && units - at > CHUNK_UNITS ? CHUNK_UNITS : units - at;
@@ -172,7 +224,7 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
                     add_products(own, sums + first, block + first * units + at * own, chunk, length, ahead, stride);
                 }
             }
-            store(sums, y + begin * outputs, scales, count, panel * COLUMNS, outputs);
+            store(sums, y + begin * outputs, scales, row, count, panel * COLUMNS, outputs);
         }
     }
 }

@@ -29,13 +29,24 @@ TEST_SIZE = 272  # sides of the matrices in self tests: a multiple of 16, and of
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized weight: x W^T in the dtype of x."""
+    """Linear layer with a quantized weight: x W^T in the dtype of x.
+
+    ``int8_activations``: x may be rounded to int8, which ``PackedLinear`` does.
+    """
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, in_features: int, out_features: int, number_dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        number_dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        int8_activations: bool = False,
+    ) -> None:
         super().__init__()
+        self.int8_activations = int8_activations
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=number_dtype))
         self.register_buffer("scale", torch.ones(out_features, dtype=scale_dtype))
 

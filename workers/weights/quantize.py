@@ -14,8 +14,8 @@ from tramontane.workers.kernels.linear import row_blocks
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
-NUMBER_DTYPES = {Quantization.INT8: torch.int8, Quantization.FP8: torch.float8_e4m3fn}
-MAX_MAGNITUDE = {Quantization.INT8: 127, Quantization.FP8: 448}
+NUMBER_DTYPES = {Quantization.INT8: torch.int8, Quantization.W8A8: torch.int8, Quantization.FP8: torch.float8_e4m3fn}
+MAX_MAGNITUDE = {Quantization.INT8: 127, Quantization.W8A8: 127, Quantization.FP8: 448}
 
 
 def load_tensor(
@@ -71,7 +71,7 @@ def quantize_weight(
 ) -> tuple[Tensor, Tensor]:
     """Compute numbers q and scales s, a block of rows at a time, without a second copy of the matrix.
 
-    int8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, because a number has three bits
+    int8 and w8a8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, because a number has three bits
     after the first, and numbers below 2**-6 have the step 2**-9.
 
     s = largest / 127 or / 448, rounded to its dtype before q is computed, so that q compensates for the rounding:
@@ -85,7 +85,7 @@ def quantize_weight(
         smallest = torch.finfo(torch.float32).tiny  # a row of zeros needs a scale too
         scale_N[rows] = (block_BK.abs().amax(dim=1) / largest).clamp(min=smallest)
         scaled_BK = block_BK / scale_N[rows].float()[:, None]
-        numbers_NK[rows] = scaled_BK.round_() if quantize is Quantization.INT8 else scaled_BK.clamp_(-largest, largest)
+        numbers_NK[rows] = scaled_BK.clamp_(-largest, largest) if quantize is Quantization.FP8 else scaled_BK.round_()
     return numbers_NK, scale_N
 
 
@@ -95,5 +95,6 @@ def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str, 
         if spec.quantizable:
             out_features, in_features = spec.parameter_shape
             scale_dtype = getattr(torch, quantize.scale_dtype(dtype))
-            linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], scale_dtype)
+            dtypes = NUMBER_DTYPES[quantize], scale_dtype
+            linear = QuantizedLinear(in_features, out_features, *dtypes, int8_activations=quantize is Quantization.W8A8)
             model.set_submodule(spec.parameter.removesuffix(".weight"), linear)
