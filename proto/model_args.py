@@ -12,15 +12,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Quantization(StrEnum):
-    """Format of a stage's matrices instead of the model's dtype: one byte per element, and one scale per row."""
+    """Format of a stage's matrices instead of the model's dtype: one byte per element, and one float32 scale per row."""
 
     INT8 = "int8"  # integers
     W8A8 = "w8a8"  # integers, and on CPUs activations are rounded to integers, too, with a scale per token
     FP8 = "fp8"  # floats of 4 exponent and 3 mantissa bits, the largest 448 (torch's float8_e4m3fn)
-
-    def scale_dtype(self, dtype: str) -> str:
-        """Return the dtype of a row's scale that the kernels expect. float16 is too narrow for the scale of a small row."""
-        return "bfloat16" if self is not Quantization.FP8 and dtype == "bfloat16" else "float32"
 
 
 @dataclass(frozen=True, slots=True)

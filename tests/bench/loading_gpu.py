@@ -117,7 +117,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     num_read = 0
     with way(device) as rows_of:
         for spec in specs:
-            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), dtype, device, quantize)
+            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), dtype, device, quantize, {})
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())

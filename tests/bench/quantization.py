@@ -72,7 +72,7 @@ class Precision:
         def product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
             return choose(len(x_TK))(x_TK, numbers_NK, scale_N)
 
-        with patch.object(loader, "pack_linears"), patch.object(quantized_linear, "dequantized_linear", product):
+        with patch.object(loader, "pack_linears", lambda *_: {}), patch.object(quantized_linear, "dequantized_linear", product):
             yield
 
 

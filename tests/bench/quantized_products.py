@@ -64,13 +64,8 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _scale_dtype(quantize: Quantization) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, quantize.scale_dtype("bfloat16"))
-    return dtype
-
-
 def kernels_for(quantize: Quantization, device: torch.device) -> dict[str, Product]:
-    found = probe_kernels(device, NUMBER_DTYPES[quantize], _scale_dtype(quantize), torch.bfloat16)
+    found = probe_kernels(device, NUMBER_DTYPES[quantize], torch.bfloat16)
     kernels = {"fused": found.fused, "in fp8": found.fp8, "blocks": dequantized_linear}
     return {name: product for name, product in kernels.items() if product is not None}
 
@@ -81,13 +76,13 @@ def measure(weight_NK: Tensor, lengths: list[int]) -> tuple[Table, list[Target]]
     table = Table("tokens", "weights", "kernel", "off by", "ms", "of bfloat16", "GB/s of weights")
     errors: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     halves = [weight_NK.bfloat16() for _ in range(copies)]
-    quantized = {q: [quantize_weight(weight_NK, q, _scale_dtype(q), device) for _ in range(copies)] for q in Quantization}
+    quantized = {q: [quantize_weight(weight_NK, q, device) for _ in range(copies)] for q in Quantization}
     for num_tokens in lengths:
         x_TK = torch.randn(num_tokens, weight_NK.shape[1], device=device).bfloat16()
         plain = median_ms(lambda i, x_TK=x_TK: F.linear(x_TK, halves[i % copies]))  # type: ignore[misc]
         table.add_row(str(num_tokens), "bfloat16", "", "", f"{plain:.3f}", "", f"{halves[0].nbytes / plain / 1e6:.0f}")
         for quantize, matrices in quantized.items():
-            chosen = probe_kernels(device, matrices[0][0].dtype, matrices[0][1].dtype, torch.bfloat16).choose(num_tokens)
+            chosen = probe_kernels(device, matrices[0][0].dtype, torch.bfloat16).choose(num_tokens)
             exact_TN = x_TK.double() @ (matrices[0][0].double() * matrices[0][1].double()[:, None]).T
             for name, product in kernels_for(quantize, device).items():
                 if name == "fused" and num_tokens > FUSED_TOKENS:

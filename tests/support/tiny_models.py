@@ -1,7 +1,7 @@
 """Tiny random models for tests: geometry, checkpoints, and workers that run them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_p
 from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import PipelinePlan
+from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.structured_output import LoadVocabulary
@@ -106,13 +107,17 @@ def groups_of(sizes: Sequence[int]) -> ExpertPermutation:
 
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
-    """Return a stage's weights by parameter name, in plain order."""
-    return unpacked(worker.model.state_dict())
+    """Return a stage's weights by parameter name, with packed ones in plain order."""
+    packed = {name: module for name, module in worker.model.named_modules() if isinstance(module, PackedLinear)}
+    return worker.model.state_dict() | {f"{name}.weight": unpacked(module) for name, module in packed.items()}
 
 
-def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights with prepacked ones in plain order."""
-    return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
+def unpacked(linear: PackedLinear) -> torch.Tensor:
+    """Return the weight in plain order, without its scales: the products with every unit vector."""
+    unit_KK = torch.eye(linear.in_features, dtype=linear.matmul.dtype)
+    weight_KN = linear.matmul.multiply(unit_KK, linear.weight, linear.out_features)
+    is_integer = not linear.weight.dtype.is_floating_point
+    return (weight_KN.round() if is_integer else weight_KN).T.contiguous().to(linear.weight.dtype)
 
 
 def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> PipelinePlan:  # noqa: ANN401

@@ -38,16 +38,30 @@ class PackedMatmul:
         self.dtype, self.weight_dtype = dtype, weight_dtype
         self._columns, self._step = (ctypes.CFUNCTYPE(SIZE)((name, library))() for name in ("panel_columns", "unit_numbers"))
         self._block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
-        self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 2, ctypes.c_int)(("pack", library))
+        self._use_large_pages = ctypes.CFUNCTYPE(None, POINTER, SIZE)(("use_large_pages", library))
+        self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 4, ctypes.c_int)(("pack", library))
         self._multiply = ctypes.CFUNCTYPE(None, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
 
+    def packed_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
+        """Return P, U, C and S. 70 outputs of 5 inputs, with C = 32 and S = 2: [3, 3, 32, 2]."""
+        return -(-num_outputs // self._columns), -(-num_inputs // self._step), self._columns, self._step
+
+    def allocate(self, num_outputs: int, num_inputs: int) -> Tensor:
+        """Allocate packed weights [P, U, C, S], to be filled by ``pack_rows``."""
+        packed_PUCS = torch.empty(self.packed_shape(num_outputs, num_inputs), dtype=self.weight_dtype)
+        self._use_large_pages(packed_PUCS.data_ptr(), packed_PUCS.nbytes)
+        return packed_PUCS
+
+    def pack_rows(self, rows_BK: Tensor, first_row: int, num_outputs: int, packed_PUCS: Tensor) -> None:
+        """Pack rows of a matrix of ``num_outputs``, from ``first_row`` on. The last row completes the last panel."""
+        rows_BK = rows_BK.to(self.weight_dtype).contiguous()
+        pointers = (rows_BK.data_ptr(), packed_PUCS.data_ptr())
+        self._pack(*pointers, first_row, len(rows_BK), num_outputs, rows_BK.shape[1], torch.get_num_threads())
+
     def pack(self, weight_NK: Tensor) -> Tensor:
-        """Return the weight in the order [P, U, C, S]. 70 outputs of 5 inputs, with C = 32 and S = 2: [3, 3, 32, 2]."""
-        num_outputs, num_inputs = weight_NK.shape
-        shape = (-(-num_outputs // self._columns), -(-num_inputs // self._step), self._columns, self._step)
-        packed_PUCS = torch.empty(shape, dtype=weight_NK.dtype)
-        weight_NK = weight_NK.contiguous()
-        self._pack(weight_NK.data_ptr(), packed_PUCS.data_ptr(), *weight_NK.shape, torch.get_num_threads())
+        """Return a whole matrix in the order [P, U, C, S]."""
+        packed_PUCS = self.allocate(*weight_NK.shape)
+        self.pack_rows(weight_NK, 0, len(weight_NK), packed_PUCS)
         return packed_PUCS
 
     def multiply(self, x_TK: Tensor, packed_PUCS: Tensor, num_outputs: int, scale_N: Tensor | None = None) -> Tensor:
@@ -64,36 +78,40 @@ class PackedMatmul:
 
 
 class PackedLinear(nn.Module):
-    """Linear layer without bias, of a plain or a quantized matrix: x W^T in the dtype of x."""
+    """Linear layer with packed weights instead of those of ``layer``: x W^T in the dtype of x. They are loaded later."""
 
-    packed: Tensor
+    weight: Tensor
     scale: Tensor | None
 
-    def __init__(self, matmul: PackedMatmul, weight_NK: Tensor, scale_N: Tensor | None = None) -> None:
+    def __init__(self, matmul: PackedMatmul, layer: Linear | QuantizedLinear) -> None:
         super().__init__()
-        self._matmul = matmul
-        self.out_features, self.in_features = weight_NK.shape
-        self.register_buffer("packed", matmul.pack(weight_NK))
-        self.register_buffer("scale", None if scale_N is None else scale_N.float())
+        self.matmul = matmul
+        self.out_features, self.in_features = layer.weight.shape
+        shape = matmul.packed_shape(*layer.weight.shape)
+        self.register_buffer("weight", layer.weight.new_empty(shape, dtype=matmul.weight_dtype))
+        self.register_buffer("scale", layer.scale if isinstance(layer, QuantizedLinear) else None)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T."""
-        assert x_TK.dtype == self._matmul.dtype
+        assert x_TK.dtype == self.matmul.dtype
         assert x_TK.shape[1] == self.in_features
-        return self._matmul.multiply(x_TK, self.packed, self.out_features, self.scale)
+        return self.matmul.multiply(x_TK, self.weight, self.out_features, self.scale)
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the linear layers of a model on a CPU by packed ones, or log once why they stay. One more matrix is in memory."""
-    for name in [name for name, module in model.named_modules() if isinstance(module, (Linear, QuantizedLinear))]:
-        layer = model.get_submodule(name)
-        assert isinstance(layer, (Linear, QuantizedLinear))
-        scale_N, int8_activations = None, False
-        if isinstance(layer, QuantizedLinear):
-            scale_N, int8_activations = layer.scale, layer.int8_activations
-        matmul = packed_matmul(dtype, layer.weight.dtype, int8_activations)
-        if matmul is not None:
-            model.set_submodule(name, PackedLinear(matmul, layer.weight.detach(), scale_N))
+def pack_linears(model: nn.Module, dtype: torch.dtype) -> dict[str, PackedMatmul]:
+    """Replace the linear layers of a model by packed ones, whose weights are loaded later, or log once why they stay.
+
+    Returns, by name, the weights that have to be packed while they are loaded.
+    """
+    packed: dict[str, PackedMatmul] = {}
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, (Linear, QuantizedLinear)):
+            is_quantized = isinstance(layer, QuantizedLinear)
+            matmul = packed_matmul(dtype, layer.weight.dtype if is_quantized else dtype, is_quantized and layer.int8_activations)
+            if matmul is not None:
+                model.set_submodule(name, PackedLinear(matmul, layer))
+                packed[f"{name}.weight"] = matmul
+    return packed
 
 
 @cache

@@ -42,27 +42,33 @@ int64_t block_rows(int64_t inputs) {
     return rows < 4 * ROWS ? 4 * ROWS : rows > BLOCK_ROWS ? BLOCK_ROWS : rows;
 }
 
-// weight [outputs][inputs] to packed [panels][units][COLUMNS][STEP], with zeros where the last panel or unit has no weight.
-void pack(const number *weight, number *packed, int64_t outputs, int64_t inputs, int threads) {
-    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), size = units * COLUMNS * STEP;
+// Requests large pages for `bytes` from `start` on, before they are used: a step reads all weights, and would otherwise wait for
+// the address of every 4 KiB. Only whole ones.
+void use_large_pages(const void *start, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
-    // Large pages: a step reads all weights, and would otherwise wait for the address of every 4 KiB. Only whole ones.
-    const uintptr_t large = 1 << 21, start = ((uintptr_t)packed + large - 1) / large * large;
-    const uintptr_t end = (uintptr_t)(packed + panels * size) / large * large;
-    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+    const uintptr_t large = 1 << 21, first = ((uintptr_t)start + large - 1) / large * large;
+    const uintptr_t end = ((uintptr_t)start + bytes) / large * large;
+    if (end > first) madvise((void *)first, end - first, MADV_HUGEPAGE);
 #endif
+}
+
+// Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP]. The last
+// unit, and with the last row the last panel, get zeros where there is no weight.
+void pack(const number *weight, number *packed, int64_t first, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    const int64_t units = UNITS(inputs), size = units * COLUMNS * STEP, last = first + rows;
+    const int64_t end = last == outputs ? (outputs + COLUMNS - 1) / COLUMNS * COLUMNS : last;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t panel = first / COLUMNS; panel < (end + COLUMNS - 1) / COLUMNS; panel++) {
+        const int64_t panel_end = (panel + 1) * COLUMNS, own_first = panel * COLUMNS > first ? panel * COLUMNS : first;
         for (int64_t begin = 0; begin < units; begin += CHUNK_UNITS)
-            for (int64_t column = 0; column < COLUMNS; column++) {
-                const int64_t output = panel * COLUMNS + column, end = begin + CHUNK_UNITS < units ? begin + CHUNK_UNITS : units;
-                for (int64_t i = begin; i < end; i++)
+            for (int64_t output = own_first; output < end && output < panel_end; output++)
+                for (int64_t i = begin; i < units && i < begin + CHUNK_UNITS; i++)
                     for (int64_t s = 0; s < STEP; s++) {
-                        const int is_weight = output < outputs && i * STEP + s < inputs;
-                        const number x = is_weight ? weight[output * inputs + i * STEP + s] : 0;
-                        packed[panel * size + (i * COLUMNS + column) * STEP + s] = WITH_OFFSET(x);
+                        const int is_weight = output < last && i * STEP + s < inputs;
+                        const number x = is_weight ? weight[(output - first) * inputs + i * STEP + s] : 0;
+                        packed[panel * size + (i * COLUMNS + output % COLUMNS) * STEP + s] = WITH_OFFSET(x);
                     }
-            }
+    }
 }
 
 #if IS_CONVERTED
@@ -177,13 +183,13 @@ static void store(vector sums[][2], element *y, const float *scales, const struc
     const int64_t columns = outputs - first < COLUMNS ? outputs - first : COLUMNS;
     for (int64_t r = 0; r < rows; r++) {
         element *to = y + r * outputs + first;
+        float from[COLUMNS];
 #if defined(INTEGERS)
-        const int32_t *from = (const int32_t *)sums[r];
-        for (int64_t c = 0; c < columns; c++) to[c] = narrow((float)(from[c] + row[r].start) * row[r].scale * scales[first + c]);
+        for (int64_t c = 0; c < COLUMNS; c++) from[c] = (float)(((const int32_t *)sums[r])[c] + row[r].start) * row[r].scale;
 #else
-        const float *from = (const float *)sums[r];
-        for (int64_t c = 0; c < columns; c++) to[c] = narrow(scales ? from[c] * scales[first + c] : from[c]);
+        memcpy(from, sums[r], sizeof from);
 #endif
+        for (int64_t c = 0; c < columns; c++) to[c] = narrow(scales ? from[c] * scales[first + c] : from[c]);
     }
 }
 

@@ -37,18 +37,11 @@ class QuantizedLinear(nn.Module):
     weight: Tensor
     scale: Tensor
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        number_dtype: torch.dtype,
-        scale_dtype: torch.dtype,
-        int8_activations: bool = False,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, number_dtype: torch.dtype, int8_activations: bool = False) -> None:
         super().__init__()
         self.int8_activations = int8_activations
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=number_dtype))
-        self.register_buffer("scale", torch.ones(out_features, dtype=scale_dtype))
+        self.register_buffer("scale", torch.ones(out_features))
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T with a kernel for quantized numbers, or else by converting a block of rows at a time to float."""
@@ -58,7 +51,7 @@ class QuantizedLinear(nn.Module):
     def _gpu_product(self, x_TK: Tensor) -> Product:
         if any(size % GPU_STEP for size in self.weight.shape):
             return dequantized_linear
-        return probe_kernels(x_TK.device, self.weight.dtype, self.scale.dtype, x_TK.dtype).choose(len(x_TK))
+        return probe_kernels(x_TK.device, self.weight.dtype, x_TK.dtype).choose(len(x_TK))
 
 
 def dequantized_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
@@ -114,16 +107,14 @@ class QuantizedKernels:
 
 
 @cache
-def probe_kernels(
-    device: torch.device, number_dtype: torch.dtype, scale_dtype: torch.dtype, dtype: torch.dtype
-) -> QuantizedKernels:
+def probe_kernels(device: torch.device, number_dtype: torch.dtype, dtype: torch.dtype) -> QuantizedKernels:
     """Test once which kernels work on this device for these dtypes. None is used for float32, whose precision is wanted.
 
     Compiles kernels and waits for the device, so the first call must not be inside a graph capture.
     """
     if dtype == torch.float32:
         return QuantizedKernels(None, None)
-    dtypes = (number_dtype, scale_dtype, dtype)
+    dtypes = (number_dtype, dtype)
     few, several, many = (1,), (FEW_TOKENS + 1, FUSED_TOKENS), (FUSED_TOKENS + 1,)
     converting = "kernel that converts them to float while it reads them"
     fused = _fused_product if _self_test(_fused_product, converting, device, dtypes, (*few, *several)) else None
@@ -137,16 +128,16 @@ def probe_kernels(
 
 
 def _self_test(
-    product: Product, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], lengths: Sequence[int]
+    product: Product, name: str, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], lengths: Sequence[int]
 ) -> bool:
     """Return whether the product is correct for these numbers of tokens; log a warning with the reason if it is not.
 
-    ``dtypes``: of the numbers, the scales and the activations.
+    ``dtypes``: of the numbers and the activations.
     """
-    number_dtype, scale_dtype, dtype = dtypes
+    number_dtype, dtype = dtypes
     generator = torch.Generator(device).manual_seed(0)
     numbers_NK = torch.randn(TEST_SIZE, TEST_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
-    scale_N = (torch.arange(1, TEST_SIZE + 1, device=device) / TEST_SIZE).to(scale_dtype)
+    scale_N = torch.arange(1, TEST_SIZE + 1, device=device) / TEST_SIZE
 
     def attempt() -> None:
         for num_tokens in lengths:
@@ -163,4 +154,4 @@ def warm_up_kernels(model: nn.Module, dtype: torch.dtype) -> None:
     """Test, before the first step, which kernels the device has for the quantized matrices of a model."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.weight.device.type != "cpu":
-            probe_kernels(module.weight.device, module.weight.dtype, module.scale.dtype, dtype)
+            probe_kernels(module.weight.device, module.weight.dtype, dtype)

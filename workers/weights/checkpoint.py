@@ -19,6 +19,8 @@ from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, Ten
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tramontane.workers.kernels.packed_linear import PackedMatmul
+
 Fingerprint = tuple[tuple[str, str], ...]  # file names relative to the folder, and their digests
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint's files
@@ -74,11 +76,12 @@ class Checkpoint:
         quantize: Quantization | None = None,
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
         allocated: "Mapping[str, Tensor] | None" = None,
+        packed: "Mapping[str, PackedMatmul] | None" = None,
     ) -> dict[str, "Tensor"]:
         """Read these tensors and no others; return parameters by name, in ``dtype`` or quantized, on ``device``.
 
-        Parameters in ``allocated`` are written there; it has no others than those that are read. Tensors are quantized
-        while they are read, so that no more than a chunk of one is in memory as it is stored.
+        Parameters in ``allocated`` are written there; it has no others than those that are read. Tensors are quantized, and
+        packed as ``packed`` says, while they are read, so that no more than a chunk of one is in memory as it is stored.
         """
         # Imported here because a check of a checkpoint must not import torch.
         from tramontane.workers.weights.quantize import load_tensor
@@ -88,7 +91,7 @@ class Checkpoint:
         specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
         with open_reader(device) as read_rows:
             for spec, path in specs:
-                num_read = load_tensor(state, spec, read_rows(path, spec), dtype, device, quantize)
+                num_read = load_tensor(state, spec, read_rows(path, spec), dtype, device, quantize, packed or {})
                 on_tensor(num_read, spec.num_bytes(dtype, quantize))
         return state
 

@@ -42,17 +42,15 @@ def load_module(
     with torch.device("meta"):
         module = make()
         if quantize:
-            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype, quantize)
+            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), quantize)
+    packed = pack_linears(module, getattr(torch, dtype)) if torch.device(device).type == "cpu" else {}
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
     allocated = allocate_contiguous(specs, getattr(torch, dtype), device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, plan.args.dtype, dtype, device, quantize, on_tensor, allocated)
+        state = random_state(tensors_of, plan.args.dtype, dtype, device, quantize, on_tensor, allocated, packed)
     else:
-        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated)
+        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)
-    if torch.device(device).type == "cpu":
-        state.clear()  # so that each matrix is freed when it has been packed
-        pack_linears(module, getattr(torch, dtype))
     warm_up_kernels(module, getattr(torch, dtype))
     return module.eval()
 

@@ -18,6 +18,7 @@ from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.mistral_params import to_mistral_params
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
+from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.quantize import load_tensor
@@ -58,14 +59,16 @@ def random_state(
     quantize: Quantization | None = None,
     on_tensor: ProgressCallback = lambda _read, _made: None,
     allocated: Mapping[str, Tensor] | None = None,
+    packed: Mapping[str, PackedMatmul] | None = None,
 ) -> dict[str, Tensor]:
     """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without any file.
 
-    Numbers are drawn in ``stored_dtype``, and then converted or quantized. ``allocated`` is as in ``Checkpoint.load``.
+    Numbers are drawn in ``stored_dtype``, and then converted or quantized. ``allocated`` and ``packed`` are as in
+    ``Checkpoint.load``.
     """
     state = dict(allocated or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
-        load_tensor(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
+        load_tensor(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize, packed or {})
         on_tensor(0, spec.num_bytes(dtype, quantize))
     return state
 

@@ -118,9 +118,9 @@ class TensorSpec:
         return self.parameter.removesuffix("weight") + "scale"
 
     def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
-        """Return the bytes in a stage's memory: one per element and a scale per row if quantized, else all in ``dtype``."""
+        """Return the bytes in a stage's memory: one per element and a float32 scale per row if quantized, else in ``dtype``."""
         if quantize and self.quantizable:
-            return self.num_elements + self.shape[0] * DTYPE_BYTES[quantize.scale_dtype(dtype)]
+            return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
         return self.num_elements * DTYPE_BYTES[dtype]
 
 

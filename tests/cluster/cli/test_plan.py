@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from tramontane.proto.request import SamplingParams
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.experts.expert_worker import ExpertWorker
-from tramontane.workers.kernels.linear import has_native_matmul
+from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
+
+MAX_PANEL_COLUMNS, MAX_UNIT_NUMBERS = 32, 2  # of packed matrices, on any processor
 
 
 def plan(model: str, gpu_memory: str, **options: Any) -> None:  # noqa: ANN401
@@ -241,20 +243,17 @@ def test_an_unknown_quantization_is_named() -> None:
 def test_a_loaded_stage_allocates_what_the_plan_says(
     name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
-    """Within 2 percent: tables of sequences and buffers are not counted."""
+    """Caches within 2 percent. The matrices of such small models fill no last panel."""
     args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     budgets = (StageBudget(GIB),) * 2
     for stage in make_plan(args, PlanRequest(budgets, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
         worker = StageWorker.load(stage, tmp_path / "model")
-        held = [*worker.model.parameters(), *worker.model.buffers()]
-        if quantize:
-            assert {t.dtype for t in held} >= {NUMBER_DTYPES[quantize]}
-            assert sum(t.nbytes for t in held) == stage.weight_bytes
-        for layer in worker.cache.layers.values():
-            held += [layer.k_NGd, layer.v_NGd]
-        assert any(t.is_mkldnn for t in held) == (has_native_matmul("cpu", getattr(torch, dtype)) and quantize is None)
-        assert _allocated_as_plain(held) == pytest.approx(stage.weight_bytes + stage.cache_bytes, rel=0.02)
+        weights = [*worker.model.parameters(), *worker.model.buffers()]
+        caches = [t for layer in worker.cache.layers.values() for t in (layer.k_NGd, layer.v_NGd)]
+        assert {t.dtype for t in weights} >= {NUMBER_DTYPES[quantize] if quantize else getattr(torch, dtype)}
+        assert _allocated(weights) - _padding(worker.model) == stage.weight_bytes
+        assert _allocated(caches) == pytest.approx(stage.cache_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -262,35 +261,32 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
 def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
-    """Within 2 percent; and none of the stages holds anything of an expert."""
+    """And none of the stages holds anything of an expert."""
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     budget = StageBudget(GIB)
     request = PlanRequest((budget, budget), dtype, args.max_seq_len, 8, 16, quantize=quantize, experts_inside=False)
     for stage in make_plan(args, request).stages:
-        state = StageWorker.load(stage, tmp_path / "model").model.state_dict()
-        assert not [name for name in state if "expert" in name]
-        assert _allocated_as_plain(list(state.values())) == pytest.approx(stage.weight_bytes, rel=0.02)
+        model = StageWorker.load(stage, tmp_path / "model").model
+        assert not [name for name in model.state_dict() if "expert" in name]
+        assert _allocated(model.state_dict().values()) - _padding(model) == stage.weight_bytes
     plan = plan_experts(args, ExpertRequest((budget,) * 3, dtype, quantize, replicas=2))
     for actor in plan.actors:
         worker = ExpertWorker.load(plan, actor.actor_id, tmp_path / "model")
         assert worker.loaded_experts == set(actor.experts)
         held = [tensor for expert in worker._experts.values() for tensor in expert.state_dict().values()]
-        assert _allocated_as_plain(held) == pytest.approx(actor.weight_bytes, rel=0.02)
+        assert _allocated(held) - sum(map(_padding, worker._experts.values())) == actor.weight_bytes
 
 
-def _allocated_as_plain(held: list[torch.Tensor]) -> int:
-    """Bytes that are taken for these tensors, less those with which oneDNN fills up packed ones."""
-    packed = [t for t in held if t.is_mkldnn]
-    plain = {t.data_ptr(): t.untyped_storage().nbytes() for t in held if not t.is_mkldnn}
-    sizes = [torch.ops.mkldnn._nbytes(t) for t in packed]
-    assert all(t.nbytes <= size <= _at_most(*t.shape) for t, size in zip(packed, sizes, strict=True))
-    return sum(plain.values()) + sum(t.nbytes for t in packed)
+def _allocated(held: Iterable[torch.Tensor]) -> int:
+    """Bytes that are taken for these tensors."""
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
-def _at_most(rows: int, columns: int) -> int:
-    """Bytes of a packed matrix: oneDNN fills up blocks, of up to 64 rows and columns."""
-    return 4 * (-(-rows // 64) * 64) * (-(-columns // 64) * 64)
+def _padding(model: torch.nn.Module) -> int:
+    """Bytes with which last panels and units of packed matrices are filled up."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(each.weight.nbytes - each.out_features * each.in_features * each.weight.itemsize for each in packed)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -298,7 +294,9 @@ def test_packing_fills_up_nothing_of_a_published_geometry(name: str) -> None:
     args = PRESETS[name]
     for spec in stage_tensors(args, range(args.n_layers)):
         if spec.quantizable:
-            assert _at_most(*spec.parameter_shape) == 4 * prod(spec.parameter_shape)
+            num_outputs, num_inputs = spec.parameter_shape
+            assert num_outputs % MAX_PANEL_COLUMNS == 0
+            assert num_inputs % MAX_UNIT_NUMBERS == 0
 
 
 def test_planning_needs_neither_ray_nor_torch() -> None:

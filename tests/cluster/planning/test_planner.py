@@ -119,7 +119,7 @@ def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype:
             with torch.device("meta"):
                 model = StageModel(args, stage.layers).to(getattr(torch, dtype))
                 if quantize:
-                    quantize_linears(model, stage_tensors(args, stage.layers), dtype, quantize)
+                    quantize_linears(model, stage_tensors(args, stage.layers), quantize)
             assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 

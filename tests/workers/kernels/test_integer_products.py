@@ -113,5 +113,5 @@ def test_a_stage_multiplies_integers_if_it_is_quantized_so(matmul: PackedMatmul,
         layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
         assert layers
         wanted = packed_linear.packed_matmul(matmul.dtype, torch.int8, quantize is Quantization.W8A8)
-        assert {layer._matmul for layer in layers} - {wanted} <= {packed_linear.packed_matmul(matmul.dtype, matmul.dtype, False)}
-        assert sum(layer._matmul is wanted for layer in layers) > 2
+        assert {layer.matmul for layer in layers} - {wanted} <= {packed_linear.packed_matmul(matmul.dtype, matmul.dtype, False)}
+        assert sum(layer.matmul is wanted for layer in layers) > 2

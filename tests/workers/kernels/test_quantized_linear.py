@@ -47,8 +47,8 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _linear(out_features: int, in_features: int, quantize: Quantization, device: torch.device = CPU) -> QuantizedLinear:
-    linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], torch.float32)
-    linear.weight, linear.scale = quantize_weight(_random(out_features, in_features).to(device), quantize, torch.float32, device)
+    linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize])
+    linear.weight, linear.scale = quantize_weight(_random(out_features, in_features).to(device), quantize, device)
     return linear
 
 
@@ -79,7 +79,7 @@ def test_the_product_in_fp8_is_that_of_the_rounded_activations(shape: tuple[int,
     for tokens in (1, 2, 17, 40):
         sizes_T1 = 2.0 ** torch.tensor([0, 3, 10, -10])[torch.arange(tokens) % 4][:, None]
         x_TK = (_random(tokens, shape[1], seed=1) * sizes_T1).to(dtype)
-        rounded_TK, scale_T = quantize_weight(x_TK, FP8, torch.float32, CPU)
+        rounded_TK, scale_T = quantize_weight(x_TK, FP8, CPU)
         out_TN = fp8_linear(x_TK, linear.weight, linear.scale)
         assert out_TN.dtype == dtype
         wanted_TN = _exact(rounded_TK.double() * scale_T.double()[:, None], linear)
@@ -140,7 +140,7 @@ def test_what_does_not_work_is_said_in_one_line_and_done_without(
     monkeypatch.setattr(quantized_linear, "_fused_fp8_product", product)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert probe_kernels(CPU, NUMBER_DTYPES[quantize], torch.float32, torch.bfloat16) == QuantizedKernels(None, None)
+            assert probe_kernels(CPU, NUMBER_DTYPES[quantize], torch.bfloat16) == QuantizedKernels(None, None)
     assert len(caplog.messages) == (2 if quantize is FP8 else 1)
     assert all(why in message and "\n" not in message for message in caplog.messages)
     linear, x_TK = _linear(32, 48, quantize), _random(20, 48).bfloat16()
@@ -169,7 +169,7 @@ def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(quantized_linear, "probe_kernels", lambda *kind: tried.append(kind))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), _linear(16, 16, FP8)).to("meta")
     warm_up_kernels(model, torch.bfloat16)
-    assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
+    assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.bfloat16)]
     requested: list[torch.dtype] = []
     monkeypatch.setattr(weights, "warm_up_kernels", lambda _model, dtype: requested.append(dtype))
     StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights())
@@ -207,7 +207,7 @@ torch.manual_seed(0)
 for quantize in Quantization:
     for tokens, width, rows in ((1, 64, 48), (3, 272, 16), (16, 16, 80), (17, 320, 33), (33, 80, 64), (64, 1040, 48)):
         x_TK, weight_NK = torch.randn(tokens, width).half(), torch.randn(rows, width)
-        numbers_NK, scale_N = quantize_weight(weight_NK, quantize, torch.float32, torch.device("cpu"))
+        numbers_NK, scale_N = quantize_weight(weight_NK, quantize, torch.device("cpu"))
         bits = torch.full((rows * width + 4096,), 127, dtype=torch.uint8)  # behind the matrix: fp8 that is no number
         numbers_NK = bits.view(numbers_NK.dtype)[: rows * width].view(rows, width).copy_(numbers_NK)
         x_TK = torch.full((tokens * width + 4096,), torch.nan).half()[: tokens * width].view(tokens, width).copy_(x_TK)

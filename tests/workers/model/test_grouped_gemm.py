@@ -22,12 +22,12 @@ from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
-from tramontane.workers.kernels import linear
 from tramontane.workers.model.grouped_gemm import as_stacked_view
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights import loader
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -105,7 +105,6 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
         [views[0], block[16:24].view(4, 2)],
         [views[0], block[16:24].view(4, 2).T],
         [block[:8].view(2, 4), torch.zeros(16)[8:].view(2, 4)],
-        [views[0].to_mkldnn(), views[1].to_mkldnn()],
     ]
     assert [as_stacked_view(each) for each in others] == [None] * len(others)
 
@@ -113,7 +112,7 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
 @pytest.mark.parametrize("made", [True, False])
 def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose matrices are not packed."""
-    monkeypatch.setattr(linear, "has_native_matmul", lambda _device, _dtype: False)
+    monkeypatch.setattr(loader, "pack_linears", lambda _model, _dtype: {})
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
     apart, together = (_loaded(weights, experts_together) for experts_together in (False, True))
     experts = together.model.experts

@@ -18,7 +18,7 @@ from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.kernels.linear import blockwise_linear
-from tramontane.workers.kernels.quantized_linear import QuantizedLinear, dequantized_linear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import quantize as quantize_module
 from tramontane.workers.weights import tensor_specs as tensor_names
@@ -27,33 +27,31 @@ from tramontane.workers.weights.random_checkpoint import random_parameter
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 INT8, FP8, CPU = Quantization.INT8, Quantization.FP8, torch.device("cpu")
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def _steps(scaled_NK: torch.Tensor, quantize: Quantization) -> torch.Tensor:
     """From one number that the format has to the next, where these are, in scales. fp8: 2**-9 up to 2**-5, 1/8 at 1.9."""
-    if quantize is INT8:
+    if quantize is not FP8:
         return torch.ones_like(scaled_NK)
     return 2.0 ** (scaled_NK.abs().clamp(min=2**-6).log2().floor() - 3)
 
 
-@pytest.mark.parametrize(("quantize", "scale_dtype"), [(INT8, torch.float32), (INT8, torch.bfloat16), (FP8, torch.float32)])
+@pytest.mark.parametrize("quantize", Quantization)
 @settings(derandomize=True, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), width=st.integers(1, 40), size=st.integers(-30, 30))
-def test_a_weight_is_off_by_half_a_step_at_most(
-    quantize: Quantization, scale_dtype: torch.dtype, seed: int, rows: int, width: int, size: int
-) -> None:
+def test_a_weight_is_off_by_half_a_step_at_most(quantize: Quantization, seed: int, rows: int, width: int, size: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     magnitudes_NK = 2.0 ** torch.randint(-12, 1, (rows, width), generator=generator)  # also too small for fp8's three bits
     weight_NK = torch.randn(rows, width, generator=generator) * magnitudes_NK * 2.0**size
-    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
+    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, CPU)
     assert numbers_NK.dtype == NUMBER_DTYPES[quantize]
-    assert scale_N.dtype == scale_dtype
+    assert scale_N.dtype == torch.float32
     assert numbers_NK.float().abs().amax() <= MAX_MAGNITUDE[quantize]
     weight_NK, scale_N1 = weight_NK.double(), scale_N.double()[:, None]
     off_NK = (weight_NK - numbers_NK.double() * scale_N1).abs()
     assert (off_NK <= scale_N1 * _steps(weight_NK / scale_N1, quantize) / 2 * (1 + 1e-6)).all()
-    assert (scale_N1[:, 0] <= weight_NK.abs().amax(1) / MAX_MAGNITUDE[quantize] * (1 + 2**-8)).all()  # and no scale is too large
+    assert (scale_N1[:, 0] <= weight_NK.abs().amax(1) / MAX_MAGNITUDE[quantize] * (1 + 2**-22)).all()  # and no scale is too large
     if quantize is FP8:  # as the docstring has it
         assert (off_NK <= torch.maximum(weight_NK.abs() / 16, scale_N1 / 1024) * (1 + 1e-6)).all()
 
@@ -62,28 +60,26 @@ def test_numbers_that_fp8_has_stay_as_they_are() -> None:
     """All 254 of them, the largest of which gives the scale 1."""
     every_1K = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every_1K = every_1K[every_1K.isfinite()][None]
-    numbers_1K, scale_1 = quantize_weight(every_1K, FP8, torch.float32, CPU)
+    numbers_1K, scale_1 = quantize_weight(every_1K, FP8, CPU)
     assert scale_1.item() == 1
     assert torch.equal(numbers_1K.float(), every_1K)
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", Quantization)
-def test_every_scale_that_rounds_down_keeps_its_largest_number(quantize: Quantization, scale_dtype: torch.dtype) -> None:
+def test_every_scale_that_rounds_down_keeps_its_largest_number(quantize: Quantization) -> None:
     """65,536 magnitudes between two powers of two: none of them may round to 128, which int8 does not have, or past 448."""
     weight_NK = torch.linspace(1, 2, 2**16)[:, None]
-    numbers_NK, _ = quantize_weight(torch.cat((weight_NK, -weight_NK), 1), quantize, scale_dtype, CPU)
-    there = numbers_NK.float().unique().tolist()
-    assert there in ([-127, 127], [-127, -126, 126, 127]) if quantize is INT8 else there == [-448, 448]
+    numbers_NK, _ = quantize_weight(torch.cat((weight_NK, -weight_NK), 1), quantize, CPU)
+    largest = MAX_MAGNITUDE[quantize]
+    assert numbers_NK.float().unique().tolist() == [-largest, largest]
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38])
 @pytest.mark.parametrize("quantize", Quantization)
-def test_rows_of_nothing_stay_nothing(quantize: Quantization, scale_dtype: torch.dtype, size: float) -> None:
+def test_rows_of_nothing_stay_nothing(quantize: Quantization, size: float) -> None:
     weight_NK = torch.tensor([[0.0, 0.0], [1.0, -0.5], [size, -size]])
-    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
-    back_NK = numbers_NK.float() * scale_N.float()[:, None]
+    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, CPU)
+    back_NK = numbers_NK.float() * scale_N[:, None]
     assert (scale_N > 0).all(), "0 / 0 is no number"
     assert back_NK.isfinite().all()
     assert (back_NK[0] == 0).all()
@@ -106,11 +102,10 @@ def test_a_tensor_that_no_scale_spans_is_named(bad: float, quantize: Quantizatio
 # ---- the product
 
 
-def _linear(out_features: int, in_features: int, dtype: torch.dtype, quantize: Quantization = INT8) -> QuantizedLinear:
-    scale_dtype = getattr(torch, quantize.scale_dtype(DTYPES[dtype]))
-    linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], scale_dtype)
+def _linear(out_features: int, in_features: int, quantize: Quantization) -> QuantizedLinear:
+    linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize])
     weight_NK = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)) * in_features**-0.5
-    linear.weight, linear.scale = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
+    linear.weight, linear.scale = quantize_weight(weight_NK, quantize, CPU)
     return linear
 
 
@@ -118,16 +113,12 @@ def _exact(x_TK: torch.Tensor, linear: QuantizedLinear) -> torch.Tensor:
     return x_TK.double() @ (linear.weight.double() * linear.scale.double()[:, None]).T
 
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
 @pytest.mark.parametrize("quantize", Quantization)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("in_features", [1, 2, 7, 15, 16, 17, 24, 32, 33, 40, 48, 100, 208])
 @pytest.mark.parametrize("out_features", [1, 2, 3, 5, 16, 31])
 def test_it_multiplies(dtype: torch.dtype, in_features: int, out_features: int, quantize: Quantization) -> None:
-    """Also where torch's kernel would read past the ends of rows: widths that are not multiples of 16."""
-    linear = _linear(out_features, in_features, dtype, quantize)
+    linear = _linear(out_features, in_features, quantize)
     for tokens in (0, 1, 2, 3, 4, 5, 9, 17):
         x_TK = torch.randn(tokens, in_features, generator=torch.Generator().manual_seed(tokens)).to(dtype)
         out_TN = linear(x_TK)
@@ -137,35 +128,24 @@ def test_it_multiplies(dtype: torch.dtype, in_features: int, out_features: int, 
 
 
 @pytest.mark.parametrize("quantize", Quantization)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_matrices_of_several_blocks(dtype: torch.dtype, quantize: Quantization) -> None:
     """5 rows of 2**19: blocks of 2, 2 and 1, for quantization and for multiplying."""
-    linear = _linear(5, 2**19, dtype, quantize)
+    linear = _linear(5, 2**19, quantize)
     whole_NK = torch.randn(5, 2**19, generator=torch.Generator().manual_seed(0)) * 2**-9.5
-    scale_N1 = linear.scale.float()[:, None]
+    scale_N1 = linear.scale[:, None]
     off = (whole_NK - linear.weight.float() * scale_N1).abs()
     assert (off <= scale_N1 * _steps(whole_NK / scale_N1, quantize) / 2 * (1 + 1e-3)).all()
     x_TK = torch.randn(2, 2**19, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for out_TN in (linear(x_TK), dequantized_linear(x_TK, linear.weight, linear.scale)):
-        torch.testing.assert_close(out_TN.double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("skipped", [1, 3, 8])
-def test_rows_that_lie_anywhere_in_memory(skipped: int) -> None:
-    """torch's kernel ends the process when a row does not begin on a border of 32 bytes."""
-    linear = _linear(9, 64, torch.bfloat16)
-    numbers = torch.randn(4 * 64 + skipped, generator=torch.Generator().manual_seed(0)).bfloat16()
-    columns_TK = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()[:, ::2]
-    for x_TK in (numbers[skipped:].view(4, 64), columns_TK):
-        torch.testing.assert_close(linear(x_TK).double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(linear(x_TK).double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("quantize", Quantization)
 def test_small_rows_keep_their_precision_in_float16(quantize: Quantization) -> None:
     """Their scales would be lost in float16, and products of unscaled numbers would overflow it."""
     x_TK = torch.full((2, 4096), 100.0, dtype=torch.float16)
-    linear = QuantizedLinear(4096, 1, NUMBER_DTYPES[quantize], torch.float32)
-    linear.weight, linear.scale = quantize_weight(torch.full((1, 4096), 1e-4), quantize, torch.float32, CPU)
+    linear = QuantizedLinear(4096, 1, NUMBER_DTYPES[quantize])
+    linear.weight, linear.scale = quantize_weight(torch.full((1, 4096), 1e-4), quantize, CPU)
     for dtype in (torch.float16, torch.float32):  # whichever of them this CPU multiplies
         out_TN = blockwise_linear(x_TK, linear.weight, dtype, linear.scale)
         torch.testing.assert_close(out_TN.float(), torch.full((2, 1), 40.96), rtol=2e-3, atol=0)
@@ -221,7 +201,7 @@ def test_logits_do_not_depend_on_how_prompts_are_packed(quantize: Quantization, 
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("quantize", "most"), [(INT8, 0.05), (FP8, 0.15)])
+@pytest.mark.parametrize(("quantize", "most"), [(INT8, 0.05), (Quantization.W8A8, 0.05), (FP8, 0.15)])
 def test_logits_stay_close_to_those_of_the_checkpoint(quantize: Quantization, most: float, tmp_path: Path) -> None:
     """And are not the same: it is the quantized weights that run."""
     args = tiny_args(n_layers=4, moe=False)
@@ -264,7 +244,7 @@ def test_random_weights_can_be_quantized_as_they_are_made(quantize: Quantization
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [made], "bfloat16", "cpu", quantize)
+        load_tensor(state, spec, [made], "bfloat16", "cpu", quantize, {})
         held = sum(tensor[spec.rows].nbytes for tensor in state.values())
         assert held == spec.num_bytes("bfloat16", quantize)
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
@@ -275,7 +255,7 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, *Quantization):
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [stored], "float32", "cpu", wanted)
+        load_tensor(state, spec, [stored], "float32", "cpu", wanted, {})
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]

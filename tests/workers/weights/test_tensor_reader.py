@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_args, unpacked
+from tiny_models import tiny_args
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
@@ -141,9 +141,9 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
 def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
-        num_read = load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
+        num_read = load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize, {})
         assert num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
-    return unpacked(state)
+    return state
 
 
 def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quanti
     found, staging_ = Checkpoint(folder), _buffers(HostTransfer())
     staged = _state(found, PinnedReader(staging_).read_rows, dtype, quantize)
     staging_.close()
-    loaded = unpacked(found.load(partial(stage_tensors, ARGS, range(2)), dtype, "cpu", quantize))
+    loaded = found.load(partial(stage_tensors, ARGS, range(2)), dtype, "cpu", quantize)
     assert staged.keys() == loaded.keys()
     assert all(torch.equal(staged[name], loaded[name]) for name in loaded)
 
@@ -243,7 +243,7 @@ def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Qu
     )
     assert received["cuda"] == received["cpu"]
     assert {tensor.device.type for tensor in there.values()} == {"cuda"}
-    for name, held in unpacked(here).items():
+    for name, held in here.items():
         difference = (there[name].cpu().float() - held.float()).abs().max()
         # a scale's last bit, or a number where a quotient is rounded the other way
         assert difference <= (0 if quantize is None else 1 if held.dtype == torch.int8 else 1e-2 * held.float().abs().max())
