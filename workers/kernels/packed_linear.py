@@ -37,7 +37,7 @@ class PackedMatmul:
         library = compile_library(SOURCE, str(dtype).removeprefix("torch."), WEIGHT=weight)
         self.dtype, self.weight_dtype = dtype, weight_dtype
         self._columns, self._step = (ctypes.CFUNCTYPE(SIZE)((name, library))() for name in ("panel_columns", "unit_numbers"))
-        self._block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
+        self.block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
         self._use_large_pages = ctypes.CFUNCTYPE(None, POINTER, SIZE)(("use_large_pages", library))
         self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 4, ctypes.c_int)(("pack", library))
         self._multiply = ctypes.CFUNCTYPE(None, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
@@ -69,7 +69,7 @@ class PackedMatmul:
         x_TK = x_TK.contiguous()
         num_tokens, num_inputs = x_TK.shape
         out_TN = x_TK.new_empty(num_tokens, num_outputs)
-        block_rows = min(self._block_rows(num_inputs), num_tokens)
+        block_rows = min(self.block_rows(num_inputs), num_tokens)
         block = torch.empty(block_rows * packed_PUCS.shape[1], dtype=torch.int32)  # units have four bytes
         scales = None if scale_N is None else scale_N.data_ptr()
         pointers = (x_TK.data_ptr(), packed_PUCS.data_ptr(), scales, out_TN.data_ptr(), block.data_ptr())

@@ -28,6 +28,7 @@ from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights import loader
 
 # What the host reads of a device by ``item``, ``bool``, ``nonzero``, ``tolist`` and ``numpy``.
 READS_OF_THE_HOST = {
@@ -149,7 +150,9 @@ def test_other_models_too(args: ModelArgs) -> None:
 
 
 @pytest.mark.parametrize("quantize", [*Quantization])
-def test_quantized_weights_too(quantize: Quantization) -> None:
+def test_quantized_weights_too(quantize: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose matrices are not packed."""
+    monkeypatch.setattr(loader, "pack_linears", lambda _model, _dtype: {})
     args = tiny_args(n_layers=2, moe=False)
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
