@@ -29,7 +29,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 #if ELEMENT == 1 && defined(__AVX512BF16__)
 #define STEP 2
 typedef uint32_t unit;
-typedef uint16_t part; // of a unit
+typedef uint16_t part __attribute__((may_alias)); // of a unit
 static inline part to_part(float x) { return narrow(x); }
 static inline part element_to_part(element x) { return x; }
 #else
