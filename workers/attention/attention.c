@@ -1,7 +1,7 @@
 // Causal attention with a window, to the pages of a rolling cache, which are read in place, or to consecutive keys; softmax over
 // blocks of keys as in FlashAttention (Dao et al., 2022). Compiled when a stage starts, for its own geometry, with
 //   ELEMENT   the dtype, see workers/device/element.h
-//   HEAD_DIM  d, elements of a head
+//   HEAD_DIM  d, elements of a head, an even number
 //   GROUP     query heads that share a key/value head
 //   PAGE      rows of a page
 //
@@ -11,7 +11,7 @@
 
 #include "tile.h"
 
-#define LOWEST -1e30f                          // a score below all others, and finite
+#define LOWEST -3.4028235e38f                  // a score that no other is below, and finite
 #define HEAD_UNITS UNITS(HEAD_DIM)             // of a query or key
 #define BLOCK_UNITS UNITS(COLUMNS)             // of the weights of a block's keys
 #define PANELS ((HEAD_DIM + COLUMNS - 1) / COLUMNS) // of a head's values
@@ -105,6 +105,18 @@ static void load_block(struct block *to, const struct source *from, int64_t begi
         }
 }
 
+static int has_finite_values(const struct block *block) {
+    int others = 0;
+    for (int i = 0; i < PANELS * BLOCK_UNITS * COLUMNS * STEP; i++) {
+#if STEP == 2
+        others |= (block->values[i] & 0x7f80) == 0x7f80;
+#else
+        others |= block->values[i] - block->values[i] != 0;
+#endif
+    }
+    return !others;
+}
+
 // The highest, and the sum, of COLUMNS numbers: of halves, of their halves and so on, which compilers turn into vector instructions.
 static inline float highest_of(float *x) {
 #pragma GCC unroll 8
@@ -175,9 +187,11 @@ static void add_block(struct rows *own, const struct block *block, int64_t row, 
 }
 
 // Attends with the queries of `tokens` tokens of one key/value head, the first of them at `position`. Tokens are query_stride
-// elements apart, in `out` out_stride.
-static void attend(const struct source *from, const element *queries, int64_t query_stride, element *out, int64_t out_stride,
-                   int64_t position, int64_t tokens, int64_t window) {
+// elements apart, in `out` out_stride. Returns 0, without a result, if a value is NaN or infinite and not all tokens may see it: they
+// would multiply it by 0. A clone for one token could be compiled to other roundings than the one for several.
+static __attribute__((noinline, noclone)) int attend(const struct source *from, const element *queries, int64_t query_stride,
+                                                     element *out, int64_t out_stride, int64_t position, int64_t tokens,
+                                                     int64_t window) {
     struct rows own;
     struct block block;
     memset(block.values, 0, sizeof block.values); // also past a head's last element
@@ -194,6 +208,7 @@ static void attend(const struct source *from, const element *queries, int64_t qu
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
     for (int64_t begin = oldest / COLUMNS * COLUMNS; begin < position + tokens; begin += COLUMNS) {
         load_block(&block, from, begin, oldest, position + tokens);
+        if (tokens > 1 && !has_finite_values(&block)) return 0;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = tile * rows / tiles, count = (tile + 1) * rows / tiles - row;
             const int64_t last = position + (row + count - 1) / GROUP;
@@ -206,6 +221,7 @@ static void attend(const struct source *from, const element *queries, int64_t qu
         for (int64_t e = 0; e < HEAD_DIM; e++)
             to[e] = narrow(((const float *)own.out[e / COLUMNS][row])[e % COLUMNS] / own.sums[row]);
     }
+    return 1;
 }
 
 // Single tokens. q [tokens][kv_heads * GROUP][HEAD_DIM], tokens query_stride elements apart; k, v [rows][kv_heads][HEAD_DIM]; out
@@ -238,9 +254,12 @@ void attend_chunks(const element *q, int64_t query_stride, const element *k, int
             const int64_t head = i % kv_heads, first = i / kv_heads * tokens / parts, end = (i / kv_heads + 1) * tokens / parts;
             const struct source from = {k + key * key_stride + head * HEAD_DIM, v + key * value_stride + head * HEAD_DIM,
                                         key_stride, value_stride, chunks[chunk][3], 0};
-            attend(&from, q + (token + first) * query_stride + head * GROUP * HEAD_DIM, query_stride,
-                   out + (token + first) * out_stride + head * GROUP * HEAD_DIM, out_stride, chunks[chunk][2] + first, end - first,
-                   window);
+            const element *queries = q + (token + first) * query_stride + head * GROUP * HEAD_DIM;
+            element *to = out + (token + first) * out_stride + head * GROUP * HEAD_DIM;
+            const int64_t position = chunks[chunk][2] + first;
+            if (attend(&from, queries, query_stride, to, out_stride, position, end - first, window)) continue;
+            for (int64_t t = 0; t < end - first; t++)
+                attend(&from, queries + t * query_stride, 0, to + t * out_stride, 0, position + t, 1, window);
         }
     }
 }

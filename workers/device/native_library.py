@@ -19,9 +19,10 @@ from pathlib import Path
 from tramontane.workers.device.self_test import one_line
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
-# What -ffast-math has for sums in any order, without its code that changes the arithmetic of the whole process.
-ORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
-FLAGS = ("-O3", "-march=native", *ORDER, "-shared", "-fPIC", f"-I{Path(__file__).parent}")  # where element.h is
+# What -ffast-math has that changes no result but zeros' signs and the roundings between products and sums. Sums in any order are
+# not among it: a compiler orders them as it unrolls a loop, one way for one row and another for several.
+ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
+FLAGS = ("-O3", "-march=native", *ARITHMETIC, "-shared", "-fPIC", f"-I{Path(__file__).parent}")  # where element.h is
 THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
 COMPILE_TIMEOUT_S = 60.0
 

@@ -32,17 +32,17 @@ typedef uint32_t unit;
 typedef int32_t vector __attribute__((vector_size(4 * LANES)));
 #if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
 #define STEP 4
-typedef uint8_t part; // of a unit of weights: the number + 128, since the instruction multiplies uint8 by int8
+typedef uint8_t part __attribute__((may_alias)); // of a unit of weights: the number + 128, since the instruction multiplies uint8 by int8
 #define OFFSET 128
 #else
 #define STEP 2
-typedef int16_t part;
+typedef int16_t part __attribute__((may_alias));
 #define OFFSET 0
 #endif
 #elif ELEMENT == 1 && defined(__AVX512BF16__)
 #define STEP 2
 typedef uint32_t unit;
-typedef uint16_t part; // of a unit
+typedef uint16_t part __attribute__((may_alias)); // of a unit
 typedef floats vector;
 static inline part to_part(float x) { return narrow(x); }
 static inline part element_to_part(element x) { return x; }

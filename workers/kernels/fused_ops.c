@@ -40,6 +40,7 @@ void silu_and_mul(const element *gate_up, element *out, int64_t rows, int64_t wi
 static inline void add_rms_norm_row(const element *restrict h, const element *restrict more, const element *restrict weight,
                                     element *restrict sums, element *restrict out, int64_t width, float eps) {
     float squares = 0;
+#pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < width; i++) {
         sums[i] = narrow(widen(h[i]) + widen(more[i]));
         squares += widen(sums[i]) * widen(sums[i]);

@@ -140,6 +140,7 @@ static void pack_tile(const element *x, unit *to, struct row *row, int64_t rows,
     const int64_t units = UNITS(inputs);
     for (int64_t r = 0; r < rows; r++, x += inputs) {
         float largest = 0, check = 0;
+#pragma omp simd reduction(max : largest) reduction(+ : check)
         for (int64_t i = 0; i < inputs; i++) {
             const float size = fabsf(widen(x[i]));
             largest = size > largest ? size : largest;

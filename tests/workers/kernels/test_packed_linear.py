@@ -262,7 +262,7 @@ def test_linear_layers_are_packed_and_nothing_else(dtype: torch.dtype) -> None:
     assert names == {"layers.0.attention.wqkv", "layers.0.attention.wo", "layers.0.gate.scores", "output", *experts}
 
 
-@pytest.mark.parametrize("quantize", [None, *Quantization])
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8, Quantization.FP8])  # of w8a8 see test_integer_products.py
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Quantization | None) -> None:
     worker = StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype=dtype, quantize=quantize).stages[0], RandomWeights())
@@ -319,7 +319,7 @@ def test_products_that_are_wrong_are_not_used(
 def test_a_stage_without_a_compiler_computes_the_same(quantize: Quantization | None, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny_plan(tiny_args(n_layers=1), quantize=quantize).stages[0]
     packed = StageWorker.load(plan, RandomWeights())
-    monkeypatch.setattr(packed_linear, "packed_matmul", lambda _dtype, _weight_dtype: None)
+    monkeypatch.setattr(packed_linear, "packed_matmul", lambda *_: None)
     plain = StageWorker.load(plan, RandomWeights())
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
     state = loaded_state(packed)
@@ -327,4 +327,5 @@ def test_a_stage_without_a_compiler_computes_the_same(quantize: Quantization | N
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.model.state_dict().items())
     hidden_TD = _random(7, 32)
     with torch.inference_mode():
-        torch.testing.assert_close(packed.model.head(hidden_TD), plain.model.head(hidden_TD), rtol=1e-5, atol=1e-5)
+        expected, tolerance = plain.model.head(hidden_TD), 3e-2 if quantize is Quantization.W8A8 else 1e-5
+        torch.testing.assert_close(packed.model.head(hidden_TD), expected, rtol=tolerance, atol=tolerance)

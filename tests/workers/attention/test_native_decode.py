@@ -1,35 +1,21 @@
-"""The kernel in C computes what PyTorch's attention does, for each token on its own; without a compiler PyTorch does it."""
-
-import logging
+"""The kernel in C for single tokens computes what PyTorch's attention does, for each token on its own."""
 
 import pytest
 import torch
-from tiny_models import tiny_args, tiny_plan
+from native_attention import TOLERANCE, threads
 from torch import Tensor
 
-from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention import autotune
+from tramontane.proto.plan import WindowClass, ring_pages
 from tramontane.workers.attention.metadata import DecodeMetadata, build_decode_metadata
 from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
-from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode
-from tramontane.workers.device.native_library import CompilerError
+from tramontane.workers.attention.sdpa_backend import PagedDecode
 
+pytestmark = pytest.mark.usefixtures("compiler")
 CPU = torch.device("cpu")
-TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # relative, by norms: the rounding of the result
 MAX_LEN = 320
 # Positions at the borders of pages and windows, and in any order.
 STARTS = [0, 1, 15, 16, 17, 63, 64, 299, 31, 128, 5]
-
-needs_compiler = pytest.mark.usefixtures("compiler")
-
-
-@pytest.fixture
-def compiler() -> None:
-    try:
-        NativeDecode(8, 1, 16, "float32")
-    except CompilerError as error:
-        pytest.skip(f"the kernel in C needs a compiler: {error}")
 
 
 def _case(
@@ -67,7 +53,6 @@ def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
     return kernel.attend(q, cache, kernel.build_mask(index))
 
 
-@needs_compiler
 @pytest.mark.parametrize("window", [None, 64, 3, 20])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((8, 1), 128)])
@@ -82,25 +67,19 @@ def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
     assert differences.max() < TOLERANCE[dtype], differences
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_what_it_computes_depends_on_no_other_token_and_on_no_number_of_threads(dtype: str) -> None:
     q, cache, index = _case(64, 16, (6, 2), 20, dtype, STARTS)
     together = _native(q, cache, index)
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2, len(STARTS) + 1):  # with the last, heads of a token are computed by several
-            torch.set_num_threads(number)
+    for number in (1, 2, len(STARTS) + 1):  # with the last, heads of a token are computed by several
+        with threads(number):
             assert torch.equal(_native(q, cache, index), together)
             for i, start in enumerate(STARTS):
                 own = slice(i, i + 1)
                 alone = build_decode_metadata(index.ring, index.slots[own], index.positions[own], index.num_pages, [start])
                 assert torch.equal(_native(q[own], cache, alone), together[own])
-    finally:
-        torch.set_num_threads(threads)
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_scores_of_any_size_have_weights(dtype: str) -> None:
     q, cache, index = _case(None, 16, (4, 2), 8, dtype, STARTS)
@@ -109,7 +88,6 @@ def test_scores_of_any_size_have_weights(dtype: str) -> None:
         assert (out.double() - expected).norm() / expected.norm() < 4 * TOLERANCE[dtype], factor
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_key_or_value_that_is_nan_is_not_hidden(dtype: str) -> None:
     for name in ("k_NGd", "v_NGd"):
@@ -121,7 +99,6 @@ def test_a_key_or_value_that_is_nan_is_not_hidden(dtype: str) -> None:
         assert torch.equal(is_nan, expected)
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_results_are_rounded_as_pytorch_rounds(dtype: str) -> None:
     """The mean of two values, such as 1 and 1 + 2^-7 in bfloat16, lies in the middle between two numbers."""
@@ -133,38 +110,8 @@ def test_results_are_rounded_as_pytorch_rounds(dtype: str) -> None:
     assert torch.equal(_native(q, cache, index), ((first + second) / 2).to(q.dtype))
 
 
-@needs_compiler
 def test_queries_may_be_a_part_of_a_wider_tensor() -> None:
     q, cache, index = _case(None, 16, (4, 2), 8, "float32", STARTS)
-    wide = torch.cat([q, q * 2], dim=2)
-    assert torch.equal(_native(wide[..., :8], cache, index), _native(q, cache, index))
-
-
-@pytest.mark.parametrize(("seconds", "kind"), [({"pages in place": 1.0}, NativeDecode), ({"gathered keys": 1.0}, GatheredDecode)])
-@needs_compiler
-def test_a_stage_on_a_cpu_takes_the_faster_one(
-    seconds: dict[str, float], kind: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    times = iter([seconds.get(name, 2.0) for name in ("pages in place", "gathered keys")])
-    monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(times))
-    plan = tiny_plan(tiny_args(), 1).stages[0]
-    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
-        chosen = autotune._select_for_cpu.__wrapped__(plan)
-    assert type(chosen.decode) is kind
-    assert f"decode of 4 by {next(iter(seconds))} (pages in place" in caplog.text
-
-
-def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(NativeDecode, "of", _no_compiler)
-    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
-        chosen = autotune._select_for_cpu.__wrapped__(tiny_plan(tiny_args(), 1).stages[0])
-    assert type(chosen.decode) is GatheredDecode
-    (record,) = caplog.records
-    assert "single tokens are computed by PyTorch's attention" in record.getMessage()
-    assert record.getMessage().endswith(": there is no C compiler")
-
-
-def _no_compiler(_plan: StagePlan) -> NativeDecode:
-    raise CompilerError("there is no C compiler")
+    expected = _native(q, cache, index)
+    assert torch.equal(_native(torch.cat([q * 2, q], dim=1)[:, 4:], cache, index), expected)
+    assert torch.equal(_native(torch.cat([q, q * 2], dim=2)[..., :8], cache, index), expected)

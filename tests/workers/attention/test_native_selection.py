@@ -1,0 +1,85 @@
+"""A stage on a CPU uses the kernels in C that are right and faster; without a compiler PyTorch computes."""
+
+import logging
+
+import pytest
+import torch
+from tiny_models import tiny_args, tiny_plan
+from torch import Tensor
+
+from tramontane.proto.plan import StagePlan
+from tramontane.workers.attention import autotune
+from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.native_backend import NativeDecode, NativePrefill
+from tramontane.workers.attention.sdpa_backend import GatheredDecode, SdpaPrefill
+from tramontane.workers.device.native_library import CompilerError
+from tramontane.workers.stage.device_backend import backend_for
+
+needs_compiler = pytest.mark.usefixtures("compiler")
+LOGGER = "tramontane.workers.attention.autotune"
+
+
+def _choose(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: list[float]
+) -> tuple[AttentionKernels, list[str]]:
+    """Choose when kernels take these seconds, prefill before decode and C before PyTorch; also return the lines of the log."""
+    times = iter(seconds)
+    monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(times))
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        chosen = autotune._select_for_cpu.__wrapped__(tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1).stages[0])
+    return chosen, caplog.messages
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_decode_faster", [False, True])
+@pytest.mark.parametrize("is_prefill_faster", [False, True])
+def test_prefill_and_decode_are_by_what_is_faster_each(
+    is_prefill_faster: bool, is_decode_faster: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = [1.0 if is_prefill_faster else 3.0, 2.0, 1.0 if is_decode_faster else 3.0, 2.0]
+    chosen, lines = _choose(monkeypatch, caplog, seconds)
+    assert type(chosen.prefill) is (NativePrefill if is_prefill_faster else SdpaPrefill)
+    assert type(chosen.decode) is (NativeDecode if is_decode_faster else GatheredDecode)
+    times = [f"(C {first * 1e6:.0f} us; PyTorch 2000000 us)" for first in (seconds[0], seconds[2])]
+    assert lines == [
+        f"prefill by {'C' if is_prefill_faster else 'PyTorch'} {times[0]}",
+        f"decode of 4 by {'C' if is_decode_faster else 'PyTorch'} {times[1]}",
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kernel", "job"), [(NativePrefill, "prefill"), (NativeDecode, "decode of 4")])
+def test_a_kernel_in_c_that_is_wrong_is_not_used(
+    kernel: type[NativePrefill | NativeDecode], job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = kernel.attend
+
+    def wrong(*inputs: object) -> Tensor:
+        return right(*inputs) * 1.1  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernel, "attend", wrong)
+    chosen, lines = _choose(monkeypatch, caplog, [1.0] * 3)  # the wrong one is not timed
+    assert type(getattr(chosen, job.split()[0])) in (SdpaPrefill, GatheredDecode)
+    assert f"{job} by PyTorch (C differs by 0.1; PyTorch 1000000 us)" in lines
+
+
+@needs_compiler
+def test_a_stage_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    chosen, _ = _choose(monkeypatch, caplog, [1.0, 2.0] * 2)
+    monkeypatch.setattr(autotune, "_select_for_cpu", lambda _plan: chosen)
+    plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    assert backend_for(plan, torch.device("cpu")).kernels is chosen
+
+
+def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(autotune, "native_kernels", _no_compiler)
+    chosen, lines = _choose(monkeypatch, caplog, [])
+    assert type(chosen.prefill) is SdpaPrefill
+    assert type(chosen.decode) is GatheredDecode
+    assert lines == ["attention is computed by PyTorch, two to four times as slow as the kernels in C: there is no C compiler"]
+
+
+def _no_compiler(_plan: StagePlan) -> AttentionKernels:
+    raise CompilerError("there is no C compiler")
