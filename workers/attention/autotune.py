@@ -176,7 +176,10 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
 
 @cache  # for tests, which start many equal stages in one process
 def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
-    """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece."""
+    """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
+
+    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way.
+    """
     device, others = torch.device("cpu"), cpu_kernels()
     try:
         native = native_kernels(plan)
@@ -185,9 +188,32 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
         return others
     with torch.inference_mode():
         correctness, timing = (cases(plan, device, FEW_TOKENS) for cases in (correctness_cases, timing_cases))
-        prefill = _choose_prefill(correctness, timing, {"C": native.prefill, "PyTorch": others.prefill}, cpu_seconds)
-        decode = {"C": native.decode, "PyTorch": others.decode}
-        return AttentionKernels(prefill, _choose_decode(correctness, timing, decode, cpu_seconds))
+        expected = [_concat([case.expected[job] for case in correctness]) for job in (0, 1)]
+        compute, compute_timed = _both_on_all(correctness), _both_on_all(timing)
+
+        def prepare(kernels: AttentionKernels) -> Compute:
+            outs = compute(kernels)()
+            for out, wanted in zip(outs, expected, strict=True):
+                assert_close_norm(out, wanted, MAX_DIFFERENCE)
+            return lambda: torch.cat(outs)
+
+        def prepare_timed(kernels: AttentionKernels) -> Compute:
+            both = compute_timed(kernels)
+            return lambda: torch.cat(both())
+
+        kernels = {"C": native, "PyTorch": others}
+        return select_fastest("attention", kernels, prepare, prepare_timed, torch.cat(expected), cpu_seconds) or others
+
+
+def _both_on_all(cases: list[KernelCase]) -> Callable[[AttentionKernels], Callable[[], list[Tensor]]]:
+    """Return a function that prepares prefill and decode for all cases."""
+    prepare_prefill, prepare_decode = _on_all(cases, KernelCase.prefill), _on_all(cases, KernelCase.decode)
+
+    def prepare(kernels: AttentionKernels) -> Callable[[], list[Tensor]]:
+        prefill, decode = prepare_prefill(kernels.prefill), prepare_decode(kernels.decode)
+        return lambda: [prefill(), decode()]
+
+    return prepare
 
 
 def _choose_prefill(

@@ -68,6 +68,8 @@ static inline __attribute__((always_inline)) vector add_product(vector sum, unit
     return (vector)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weights), _mm512_set1_epi32((int)input));
 #elif STEP == 4
     return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_loadu_si256((const __m256i *)weights), _mm256_set1_epi32((int)input));
+#elif LANES == 16 && defined(__AVX512BW__)
+    return sum + (vector)_mm512_madd_epi16(_mm512_set1_epi32((int)input), _mm512_loadu_si512(weights));
 #elif LANES == 8 && defined(__AVX2__)
     return sum + (vector)_mm256_madd_epi16(_mm256_set1_epi32((int)input), _mm256_loadu_si256((const __m256i *)weights));
 #else

@@ -60,3 +60,22 @@ INSTRUCTION __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh x, __m512bh y) {
     sums += (__m512)(first & 0xffff0000u) * (__m512)(second & 0xffff0000u);
     return sums + (__m512)(first << 16) * (__m512)(second << 16);
 }
+
+// Four products of uint8 and int8 each, and two of int16.
+LONG_INSTRUCTION __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i x, __m512i y) {
+    uint8_t first[64];
+    int8_t second[64];
+    memcpy(first, &x, 64);
+    memcpy(second, &y, 64);
+    for (int i = 0; i < 64; i++) sums[i / 4] += first[i] * second[i];
+    return sums;
+}
+
+LONG_INSTRUCTION __m512i _mm512_madd_epi16(__m512i x, __m512i y) {
+    int16_t first[32], second[32];
+    memcpy(first, &x, 64);
+    memcpy(second, &y, 64);
+    __m512i sums = {0};
+    for (int i = 0; i < 32; i++) sums[i / 2] += first[i] * second[i];
+    return sums;
+}
