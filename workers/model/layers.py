@@ -86,9 +86,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = None if args.moe else FeedForward(args)
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
-    def forward(
-        self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, h_TD: Tensor, added_TD: Tensor | None, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
         """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D].
 
         ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a stage's first layer.

@@ -34,7 +34,6 @@ from tramontane.workers.weights.quantize import NUMBER_DTYPES
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-
 MAX_PANEL_COLUMNS, MAX_UNIT_NUMBERS = 32, 2  # of packed matrices, on any processor
 
 
