@@ -118,7 +118,7 @@ class TensorSpec:
         return self.parameter.removesuffix("weight") + "scale"
 
     def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
-        """Return the bytes in a stage's memory: one per element and a float32 scale per row if quantized, else in ``dtype``."""
+        """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else all in ``dtype``."""
         if quantize and self.quantizable:
             return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
         return self.num_elements * DTYPE_BYTES[dtype]

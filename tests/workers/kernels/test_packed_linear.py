@@ -212,6 +212,19 @@ def test_every_number_of_sixteen_bits_is_converted_exactly(dtype: torch.dtype) -
     assert torch.equal(out_1N[0], weight_N1[:, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dtype: torch.dtype) -> None:
+    """Sums of a number and half a step, or a little more or less."""
+    numbers_N = torch.linspace(1, 2, 65).to(dtype).repeat(3)
+    half = torch.finfo(dtype).eps / 2
+    steps_N = torch.tensor([half, half * 1.125, half * 0.875]).repeat_interleave(65).to(dtype)
+    weight_N2 = torch.stack((numbers_N, steps_N), 1)
+    matmul = PackedMatmul(dtype, dtype)
+    for sign in (1, -1):
+        out_1N = matmul.multiply(torch.full((1, 2), sign, dtype=dtype), matmul.pack(weight_N2), len(weight_N2))
+        assert torch.equal(out_1N[0], (sign * (numbers_N.float() + steps_N.float())).to(dtype))
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
 @pytest.mark.parametrize("kind", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, FP8)])
 def test_processors_without_wide_vectors(kind: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +284,9 @@ def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Qu
         layer = worker.model.get_submodule(name)
         assert isinstance(layer, PackedLinear)
         x_TK = _random(7, layer.in_features).to(getattr(torch, dtype))
-        _assert_is_product(layer(x_TK), x_TK, state[f"{name}.weight"], state.get(f"{name}.scale"))
+        weight_NK = state[f"{name}.weight"]
+        _assert_is_product(layer(x_TK), x_TK, weight_NK, state.get(f"{name}.scale"))
+        assert torch.equal(layer.matmul.pack(weight_NK).float(), layer.weight.float()), "zeros where no weight is"
         with pytest.raises(AssertionError):
             layer(x_TK[:, 1:])
         with pytest.raises(AssertionError):

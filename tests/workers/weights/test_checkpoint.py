@@ -1,6 +1,7 @@
 """What is wrong with a model folder is said in one line that names it; what is right is read once, by its owner alone."""
 
 import json
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,12 +19,14 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, to_hf_config
 from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization
-from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
+from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, detect_layout, read_model_args
 from tramontane.proto.plan import StagePlan
+from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, packed_matmul
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
+from tramontane.workers.weights import tensor_specs
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
+from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 ARGS = tiny_args(n_layers=3)
@@ -163,6 +166,34 @@ def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: 
     written = model.state_dict()
     assert read.keys() == written.keys()
     assert all(torch.equal(read[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("args", [ARGS, DENSE], ids=["mixtral", "mistral"])
+def test_matrices_are_packed_while_they_are_read(
+    tmp_path: Path, args: ModelArgs, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece at a time: as long as one is packed no other is in memory, and no matrix as a whole."""
+    weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", args)
+    plan = tiny_plan(args, dtype="bfloat16").stages[0]
+    monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 500)
+    load = partial(random_state, stored_dtype="float32") if isinstance(weights, RandomWeights) else Checkpoint(weights).load
+    expected = load(partial(stage_tensors, args, range(3)), dtype="bfloat16", device="cpu")
+    pieces: list[weakref.ref[torch.Tensor]] = []
+    pack_rows = PackedMatmul.pack_rows
+
+    def watched(matmul: PackedMatmul, rows_BK: torch.Tensor, *rest: Any) -> None:  # noqa: ANN401
+        assert not any(earlier() is not None for earlier in pieces)
+        assert rows_BK.numel() <= 500
+        pieces.append(weakref.ref(rows_BK))
+        pack_rows(matmul, rows_BK, *rest)
+
+    packed_matmul(torch.bfloat16, torch.bfloat16)  # its self test packs too
+    monkeypatch.setattr(PackedMatmul, "pack_rows", watched)
+    worker = StageWorker.load(plan, weights)
+    assert len(pieces) > 2 * sum(isinstance(module, PackedLinear) for module in worker.model.modules())
+    state = loaded_state(worker)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
