@@ -74,7 +74,7 @@ class PipelineKeys(KeyGroup):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "auto", "bfloat16, float16 or float32, of weights and cache. auto: the checkpoint's.", defines_pipeline=True
     )
-    quantize: Quantization | None = key(None, "int8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
+    quantize: Quantization | None = key(None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
     max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)
     page_size: PositiveInt = key(16, "Positions per cache page.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(

@@ -32,7 +32,7 @@ def _outputs(prompt: tuple[Tensor, Tensor, Tensor], window: int | None) -> dict[
     outs = {
         "in chunks": prefill_in_chunks(prompt, sizes, window),
         "in other chunks": prefill_in_chunks(prompt, sizes[::-1], window),
-        "beside other chunks": prefill_in_chunks(prompt, sizes, window, [(7, 3), (100, 40), (0, 70)]),
+        "with other chunks in the call": prefill_in_chunks(prompt, sizes, window, [(7, 3), (100, 40), (0, 70)]),
         "token by token": decode(prompt, window),
         "on other pages": decode(prompt, window, page_size=4, seed=1),
     }
