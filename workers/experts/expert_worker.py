@@ -12,7 +12,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.kernels.fused_ops import EAGER, native_ops
-from tramontane.workers.model.layers import set_fused_ops
+from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
 from tramontane.workers.weights.tensor_specs import ProgressCallback, expert_tensors
@@ -61,7 +61,7 @@ class ExpertWorker:
     ) -> None:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
-        self._experts: dict[ExpertId, nn.Module] = {}
+        self._experts: dict[ExpertId, FeedForward] = {}
         is_cpu = self.device.type == "cpu"
         self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype)) if is_cpu else EAGER
         self.busy_s, self.num_rows = 0.0, 0

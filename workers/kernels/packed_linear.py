@@ -5,7 +5,9 @@ Shape letters: T tokens, K inputs, N outputs of a matrix; packed weights are P p
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -41,6 +43,7 @@ class PackedMatmul:
         self._use_large_pages = ctypes.CFUNCTYPE(None, POINTER, SIZE)(("use_large_pages", library))
         self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 4, ctypes.c_int)(("pack", library))
         self._multiply = ctypes.CFUNCTYPE(None, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
+        self._multiply_groups = ctypes.CFUNCTYPE(None, *[POINTER] * 6, *[SIZE] * 3, ctypes.c_int)(("multiply_groups", library))
 
     def packed_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
         """Return P, U, C and S. 70 outputs of 5 inputs, with C = 32 and S = 2: [3, 3, 32, 2]."""
@@ -68,13 +71,32 @@ class PackedMatmul:
         """Compute x W^T, [T, N], or x (W scale)^T with float32 scales."""
         x_TK = x_TK.contiguous()
         num_tokens, num_inputs = x_TK.shape
-        out_TN = x_TK.new_empty(num_tokens, num_outputs)
-        block_rows = min(self.block_rows(num_inputs), num_tokens)
-        block = torch.empty(block_rows * packed_PUCS.shape[1], dtype=torch.int32)  # units have four bytes
+        out_TN, block = x_TK.new_empty(num_tokens, num_outputs), self._block(num_tokens, num_inputs)
         scales = None if scale_N is None else scale_N.data_ptr()
         pointers = (x_TK.data_ptr(), packed_PUCS.data_ptr(), scales, out_TN.data_ptr(), block.data_ptr())
         self._multiply(*pointers, num_tokens, num_outputs, num_inputs, torch.get_num_threads())
         return out_TN
+
+    def multiply_groups(self, x_CK: Tensor, layers: Sequence["PackedLinear"], sizes: Sequence[int]) -> Tensor:
+        """Compute x W^T for consecutive groups of rows, of ``sizes``, each with the W of its layer: [C, N].
+
+        Sizes 2, 0 and 1: rows 0 and 1 are multiplied by the first matrix, row 2 by the third.
+        """
+        x_CK = x_CK.contiguous()
+        (num_outputs,), (num_inputs,) = ({getattr(layer, f"{side}_features") for layer in layers} for side in ("out", "in"))
+        assert x_CK.dtype == self.dtype
+        assert x_CK.shape == (sum(sizes), num_inputs)
+        out_CN, block = x_CK.new_empty(len(x_CK), num_outputs), self._block(max(sizes), num_inputs)
+        scales = (None if layer.scale is None else layer.scale.data_ptr() for layer in layers)
+        weights = (layer.weight.data_ptr() for layer in layers)
+        addresses, ends = POINTER * len(layers), (SIZE * len(layers))(*accumulate(sizes))
+        pointers = (x_CK.data_ptr(), addresses(*weights), addresses(*scales), out_CN.data_ptr(), block.data_ptr(), ends)
+        self._multiply_groups(*pointers, len(layers), num_outputs, num_inputs, torch.get_num_threads())
+        return out_CN
+
+    def _block(self, num_tokens: int, num_inputs: int) -> Tensor:
+        """Allocate room for the inputs of a block of rows: units of four bytes."""
+        return torch.empty(min(self.block_rows(num_inputs), num_tokens) * self.packed_shape(1, num_inputs)[1], dtype=torch.int32)
 
 
 class PackedLinear(nn.Module):

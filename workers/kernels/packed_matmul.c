@@ -235,3 +235,12 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
         }
     }
 }
+
+// Consecutive groups of rows, each times weights of its own: packed and scales [groups]; group i ends before row ends[i].
+void multiply_groups(const element *x, const number *const *packed, const float *const *scales, element *y, unit *block,
+                     const int64_t *ends, int64_t groups, int64_t outputs, int64_t inputs, int threads) {
+    for (int64_t group = 0, row = 0; group < groups; row = ends[group++])
+        if (ends[group] > row)
+            multiply(x + row * inputs, packed[group], scales[group], y + row * outputs, block, ends[group] - row, outputs, inputs,
+                     threads);
+}

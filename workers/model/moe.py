@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
 from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.grouped_gemm import StackedExperts, as_stacked_view, enable_small_batch_kernel
 from tramontane.workers.model.layers import FeedForward
 
@@ -65,14 +66,30 @@ class ExpertPermutation:
         return (by_choice_CD.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(dim=1)
 
 
-def run_experts(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
     """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts without rows do not run.
 
-    Rows after the last group are left out of the result: [sum of sizes, D].
+    Rows after the last group are left out of the result: [sum of sizes, D]. Experts that are packed are two products of all
+    groups, with the same results.
     """
-    groups = torch.split(rows_CD[: sum(sizes)], list(sizes))
-    done = [expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)]
-    return torch.cat(done) if done else rows_CD[:0]
+    rows_CD = rows_CD[: sum(sizes)]
+    if not len(rows_CD):
+        return rows_CD
+    w13, w2 = (_packed(experts, name) for name in ("w13", "w2"))
+    if w13 and w2:
+        silu_and_mul = experts[0].fused_ops.silu_and_mul
+        gate_up_C2F = w13[0].matmul.multiply_groups(rows_CD, w13, sizes)
+        return w2[0].matmul.multiply_groups(silu_and_mul(gate_up_C2F), w2, sizes)
+    groups = torch.split(rows_CD, list(sizes))
+    return torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
+
+
+def _packed(experts: Sequence[FeedForward], name: str) -> list[PackedLinear]:
+    """Return one matrix of each expert; none if they are not all packed for the same products."""
+    layers = [expert.get_submodule(name) for expert in experts]
+    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    is_same = len(packed) == len(layers) and all(layer.matmul is packed[0].matmul for layer in packed)
+    return packed if is_same else []
 
 
 class ExpertSet(nn.Module):
@@ -122,7 +139,8 @@ class LocalExperts(ExpertSet):
         """
         if layer in self._stacks:
             return self._stacks[layer].run(rows_CD, groups.offsets_E, self.expert(ExpertId(layer, 0)).fused_ops.silu_and_mul)
-        return run_experts(list(self.layers[str(layer)].children()), groups.sizes, rows_CD)
+        experts = [each for each in self.layers[str(layer)].children() if isinstance(each, FeedForward)]
+        return run_experts(experts, groups.sizes, rows_CD)
 
 
 def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:

@@ -293,6 +293,19 @@ def test_layers_multiply_by_the_weights_that_are_loaded(dtype: str, quantize: Qu
             layer(x_TK.double())
 
 
+@pytest.mark.parametrize("quantize", [None, *Quantization])
+@pytest.mark.parametrize("sizes", [[2, 0, 3, 1], [0, 0, 0, 4], [1, 0, 0, 0], [300, 1, 0, 7]])
+def test_groups_are_multiplied_as_each_alone(sizes: list[int], quantize: Quantization | None) -> None:
+    worker = StageWorker.load(tiny_plan(tiny_args(n_layers=1), quantize=quantize).stages[0], RandomWeights())
+    layers = [worker.model.get_submodule(f"experts.layers.0.{expert}.w2") for expert in range(4)]
+    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    x_CK = _random(sum(sizes), packed[0].in_features)
+    alone = torch.cat([layer(rows_BK) for layer, rows_BK in zip(packed, x_CK.split(sizes), strict=True) if len(rows_BK)])
+    assert torch.equal(packed[0].matmul.multiply_groups(x_CK, packed, sizes), alone)
+    with pytest.raises(AssertionError):
+        packed[0].matmul.multiply_groups(x_CK[1:], packed, sizes)
+
+
 # ---- where they cannot be used
 
 LINE = "products of torch.float32 and weights in torch.float32 are computed by PyTorch, more slowly: "
