@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
         (["--load-format", "pickle"], ["--load-format is 'pickle'; it must be 'auto' or 'dummy'"]),
-        (["--quantize", "int4"], ["--quantize is 'int4'; it must be 'int8' or 'fp8'"]),
+        (["--quantize", "int4"], ["--quantize is 'int4'; it must be 'int8', 'w8a8' or 'fp8'"]),
         (["--link", "pigeons"], ["--link", "pigeons", "object-store"]),
         (["--link", "direct"], ["--local", "--link direct"]),
         (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
@@ -452,8 +452,8 @@ def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("words", "choices"),
     [
-        ("generate", {"load-format": "auto|dummy", "dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8"}),
-        ("plan", {"dtype": "auto|bfloat16|float16|float32", "quantize": "int8|fp8", "expert-replicas": "N|auto"}),
+        ("generate", {"load-format": "auto|dummy", "dtype": "auto|bfloat16|float16|float32", "quantize": "int8|w8a8|fp8"}),
+        ("plan", {"dtype": "auto|bfloat16|float16|float32", "quantize": "int8|w8a8|fp8", "expert-replicas": "N|auto"}),
         ("serve", {"link": "object-store|direct", "log-format": "text|json", "log-level": "debug|info|warning|error"}),
         ("make-random", {"scale": "full|small", "layout": "hf|mistral"}),
         ("batch submit", {"endpoint": "/v1/completions|/v1/chat/completions"}),

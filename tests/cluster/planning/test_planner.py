@@ -127,12 +127,12 @@ def test_a_quantized_plan_has_the_bytes_that_its_weights_leave() -> None:
     """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale of 4
     bytes per row."""
     args, wanted = PRESETS["mistral-7b-v0.1"], (None, *Quantization)
-    half, int8, fp8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
+    half, int8, w8a8, fp8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
     rows = 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 4096 + 14336) + 32_000
     kept = 32_000 * 4096 + 65 * 4096
     assert half.stages[0].weight_bytes == 2 * 7_241_732_096
     assert int8.stages[0].weight_bytes == 7_241_732_096 + kept + 4 * rows
-    assert fp8.stages[0].weight_bytes == int8.stages[0].weight_bytes
+    assert fp8.stages[0].weight_bytes == w8a8.stages[0].weight_bytes == int8.stages[0].weight_bytes
 
 
 def test_a_plan_says_who_holds_what() -> None:
