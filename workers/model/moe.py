@@ -75,21 +75,14 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
     rows_CD = rows_CD[: sum(sizes)]
     if not len(rows_CD):
         return rows_CD
-    w13, w2 = (_packed(experts, name) for name in ("w13", "w2"))
-    if w13 and w2:
+    w13 = [expert.w13 for expert in experts if isinstance(expert.w13, PackedLinear)]
+    w2 = [expert.w2 for expert in experts if isinstance(expert.w2, PackedLinear)]
+    if w13 and w2:  # of a model all matrices are packed, or none
         silu_and_mul = experts[0].fused_ops.silu_and_mul
         gate_up_C2F = w13[0].matmul.multiply_groups(rows_CD, w13, sizes)
         return w2[0].matmul.multiply_groups(silu_and_mul(gate_up_C2F), w2, sizes)
     groups = torch.split(rows_CD, list(sizes))
     return torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
-
-
-def _packed(experts: Sequence[FeedForward], name: str) -> list[PackedLinear]:
-    """Return one matrix of each expert; none if they are not all packed for the same products."""
-    layers = [expert.get_submodule(name) for expert in experts]
-    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    is_same = len(packed) == len(layers) and all(layer.matmul is packed[0].matmul for layer in packed)
-    return packed if is_same else []
 
 
 class ExpertSet(nn.Module):
