@@ -20,6 +20,24 @@ class Quantization(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Format of a stage's weights: ``dtype``, which activations have, too, except for matrices."""
+
+    dtype: str
+    quantize: Quantization | None = None
+    stored: str | None = None  # dtype of the checkpoint's matrices
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Dtype of matrices that are not quantized.
+
+        Under activations in float32 those in bfloat16 remain as they are stored: float32 would be the same numbers in twice the
+        memory.
+        """
+        return "bfloat16" if (self.stored, self.dtype) == ("bfloat16", "float32") else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class MoeArgs:
     """Mixture of experts: each token uses ``num_experts_per_tok`` of ``num_experts``."""
 

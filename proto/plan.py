@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
 
@@ -95,6 +95,11 @@ class ExpertPlan:
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
 
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Format in which the weights are in memory."""
+        return WeightFormat(self.dtype, self.quantize, self.args.dtype)
+
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """Return a plan with the same actors and these experts on them."""
         pairs = zip(self.actors, experts_by_actor, strict=True)
@@ -134,6 +139,11 @@ class StagePlan:
     max_num_seqs: int
     weight_bytes: int
     experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Format in which the weights are in memory."""
+        return WeightFormat(self.dtype, self.quantize, self.args.dtype)
 
     @property
     def layers(self) -> range:

@@ -75,9 +75,7 @@ async def open_engine(
 def validate_model(config: EngineConfig) -> ModelArgs:
     """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them."""
     args = resolve_model_args(config.model)
-    if config.load_format == "auto":
-        Checkpoint(config.model).check(args)
-    return args
+    return Checkpoint(config.model).check(args) if config.load_format == "auto" else args
 
 
 def model_fingerprint(config: EngineConfig) -> Fingerprint:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.plan import ExpertActorPlan, ExpertId, ExpertPlan
 from tramontane.workers.weights.tensor_specs import expert_tensors
 
@@ -90,7 +90,8 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     """
     experts = _experts(args, request)
     loads = request.loads or dict.fromkeys(experts, 1.0)
-    size = sum(spec.num_bytes(request.dtype, request.quantize) for spec in expert_tensors(args, *experts[0]))
+    weights = WeightFormat(request.dtype, request.quantize, args.dtype)
+    size = sum(spec.num_bytes(weights) for spec in expert_tensors(args, *experts[0]))
     capacities = [budget.usable // size for budget in request.budgets]
     num_actors, min_copies = len(capacities), request.replicas or 1
     if sum(min(capacity, len(experts)) for capacity in capacities) < min_copies * len(experts):

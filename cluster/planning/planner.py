@@ -12,7 +12,7 @@ from math import lcm
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
 from tramontane.workers.weights.tensor_specs import TensorSpec, embedding_tensor, head_tensors, layer_tensors
 
@@ -173,7 +173,8 @@ class _StageFootprint:
         return self.weight_bytes(span) + max(self.sequence_bytes(span), self._request.kv_cache_memory or 0)
 
     def _num_bytes(self, *specs: TensorSpec) -> int:
-        return sum(spec.num_bytes(self._request.dtype, self._request.quantize) for spec in specs)
+        weights = WeightFormat(self._request.dtype, self._request.quantize, self._args.dtype)
+        return sum(spec.num_bytes(weights) for spec in specs)
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:

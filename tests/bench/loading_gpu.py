@@ -27,7 +27,7 @@ from rich.table import Table
 from safetensors import safe_open
 from torch import Tensor
 
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_args import Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
@@ -117,7 +117,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     num_read = 0
     with way(device) as rows_of:
         for spec in specs:
-            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), dtype, device, quantize, {})
+            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), WeightFormat(dtype, quantize), device, {})
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())

@@ -162,8 +162,7 @@ def without_experts(plan: PipelinePlan, experts: ExpertPlan) -> PipelinePlan:
     args, first = plan.args, plan.stages[0]
     own = [range(stage.first_layer, stage.last_layer) for stage in plan.stages]
     sizes = [
-        sum(spec.num_bytes(first.dtype, first.quantize) for spec in stage_tensors(args, layers, with_experts=False))
-        for layers in own
+        sum(spec.num_bytes(first.weight_format) for spec in stage_tensors(args, layers, with_experts=False)) for layers in own
     ]
     stages = [replace(stage, experts_inside=False, weight_bytes=size) for stage, size in zip(plan.stages, sizes, strict=True)]
     return replace(plan, stages=tuple(stages), experts=experts)

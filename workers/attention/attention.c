@@ -152,7 +152,7 @@ static inline float weigh(const float *scores, part *weights, int from, int to, 
 
 #define TILE(count)                                                                                                               \
     case count:                                                                                                                   \
-        add_products_of(count, sums, inputs, row_stride, 1, panel, units, 0, 0);                                                  \
+        add_products_of(count, sums, inputs, row_stride, 1, panel, sizeof(part), read_parts, units, 0, 0);                                               \
         break;
 
 static inline void add_products(int64_t rows, floats sums[][2], const unit *inputs, const int64_t row_stride, const part *panel,

@@ -56,46 +56,54 @@ static inline part element_to_part(element x) { return widen(x); }
 #endif
 #define UNITS(numbers) (((numbers) + STEP - 1) / STEP)
 
-// Returns sum + input * weights, for LANES columns [LANES][STEP] of a panel.
-static inline __attribute__((always_inline)) vector add_product(vector sum, unit input, const part *weights) {
+// Returns sum + input * column, for LANES columns [LANES][STEP] of a panel.
+static inline __attribute__((always_inline)) vector add_product(vector sum, unit input, vector column) {
 #if STEP == 1
-    vector column;
-    memcpy(&column, weights, sizeof column);
     return sum + input * column;
 #elif !defined(INTEGERS)
-    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)input), (__m512bh)_mm512_loadu_si512(weights));
+    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)input), (__m512bh)column);
 #elif STEP == 4 && LANES == 16
-    return (vector)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weights), _mm512_set1_epi32((int)input));
+    return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)column, _mm512_set1_epi32((int)input));
 #elif STEP == 4
-    return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_loadu_si256((const __m256i *)weights), _mm256_set1_epi32((int)input));
+    return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)column, _mm256_set1_epi32((int)input));
 #elif LANES == 16 && defined(__AVX512BW__)
-    return sum + (vector)_mm512_madd_epi16(_mm512_set1_epi32((int)input), _mm512_loadu_si512(weights));
+    return sum + (vector)_mm512_madd_epi16(_mm512_set1_epi32((int)input), (__m512i)column);
 #elif LANES == 8 && defined(__AVX2__)
-    return sum + (vector)_mm256_madd_epi16(_mm256_set1_epi32((int)input), _mm256_loadu_si256((const __m256i *)weights));
-#else
-    vector both; // int16 in both halves of an int32; the first is the lower one
-    memcpy(&both, weights, sizeof both);
-    return sum + (int32_t)(int16_t)input * ((both << 16) >> 16) + ((int32_t)input >> 16) * (both >> 16);
+    return sum + (vector)_mm256_madd_epi16(_mm256_set1_epi32((int)input), (__m256i)column);
+#else // int16 in both halves of an int32; the first is the lower one
+    return sum + (int32_t)(int16_t)input * ((column << 16) >> 16) + ((int32_t)input >> 16) * (column >> 16);
 #endif
 }
 
-// Adds to the sums [rows][2] of one panel [units][COLUMNS][STEP]. The input of row r and unit i is inputs[r * row_stride + i *
-// unit_stride]. For every unit `stride` bytes are requested from memory, from `ahead` on.
+// Reads the COLUMNS columns of a unit.
+typedef void (*reader)(const void *weights, vector columns[2]);
+static inline __attribute__((always_inline)) void read_parts(const void *weights, vector columns[2]) {
+    memcpy(&columns[0], weights, sizeof(vector)); // one by one, which GCC keeps in registers
+    memcpy(&columns[1], (const char *)weights + sizeof(vector), sizeof(vector));
+}
+
+// Adds to the sums [rows][2] of one panel [units][COLUMNS][STEP], of numbers that have `size` bytes and that `read` reads. The input
+// of row r and unit i is inputs[r * row_stride + i * unit_stride]. For every unit `stride` bytes are requested from memory, from
+// `ahead` on.
 static inline __attribute__((always_inline)) void add_products_of(const int rows, vector sums[][2], const unit *inputs,
-                                                                  int64_t row_stride, int64_t unit_stride, const part *panel,
-                                                                  int64_t units, const char *ahead, int64_t stride) {
+                                                                  int64_t row_stride, int64_t unit_stride, const void *panel,
+                                                                  const int64_t size, const reader read, int64_t units,
+                                                                  const char *ahead, int64_t stride) {
+    const char *weights = panel;
     vector own[ROWS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
     for (int64_t i = 0; i < units; i++) {
         if (ahead) __builtin_prefetch(ahead + i * stride, 0, 2);
+        vector columns[2];
+        read(weights, columns);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-            own[row][0] = add_product(own[row][0], inputs[row * row_stride], panel);
-            own[row][1] = add_product(own[row][1], inputs[row * row_stride], panel + LANES * STEP);
+            own[row][0] = add_product(own[row][0], inputs[row * row_stride], columns[0]);
+            own[row][1] = add_product(own[row][1], inputs[row * row_stride], columns[1]);
         }
         inputs += unit_stride;
-        panel += COLUMNS * STEP;
+        weights += COLUMNS * STEP * size;
     }
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];

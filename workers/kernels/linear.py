@@ -17,7 +17,7 @@ FEW_TOKENS = 3
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias: x W^T in the dtype of both.
+    """Linear layer without bias: x W^T in the dtype of x, which W may have, too.
 
     On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without instructions for 16-bit floats (AVX2
     only) multiplies them six times slower than float32. There the weights are converted to float32, a block of rows at a time,
@@ -29,6 +29,8 @@ class Linear(nn.Linear):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T."""
+        if x_TK.dtype != self.weight.dtype:
+            return blockwise_linear(x_TK, self.weight, x_TK.dtype)
         if len(x_TK) <= FEW_TOKENS or has_native_matmul(x_TK.device.type, x_TK.dtype):
             return F.linear(x_TK, self.weight)
         return blockwise_linear(x_TK, self.weight, torch.float32)

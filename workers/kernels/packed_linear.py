@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_matmul.c")
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
-WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # WEIGHT in the source; others are of the dtype of the activations
+# WEIGHT in the source, for weights of another dtype than the activations
+WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 4}
 INTEGER_PRODUCTS = 3  # WEIGHT, too
 MAX_DIFFERENCE = 1e-2  # relative, by norms: more than rounding the output causes, and the activations to int8
 TEST_SHAPE, TEST_NUM_TOKENS = (100, 75), (1, 30)  # outputs and inputs that fill no last panel or unit
@@ -35,10 +36,11 @@ class PackedMatmul:
     """
 
     def __init__(self, dtype: torch.dtype, weight_dtype: torch.dtype, int8_activations: bool = False) -> None:
-        weight = INTEGER_PRODUCTS if int8_activations else WEIGHTS.get(weight_dtype, 0)
+        weight = INTEGER_PRODUCTS if int8_activations else 0 if weight_dtype == dtype else WEIGHTS[weight_dtype]
         library = compile_library(SOURCE, str(dtype).removeprefix("torch."), WEIGHT=weight)
         self.dtype, self.weight_dtype = dtype, weight_dtype
         self._columns, self._step = (ctypes.CFUNCTYPE(SIZE)((name, library))() for name in ("panel_columns", "unit_numbers"))
+        self.position = ctypes.CFUNCTYPE(SIZE, SIZE)(("position", library))  # of a column in its panel
         self.block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
         self._use_large_pages = ctypes.CFUNCTYPE(None, POINTER, SIZE)(("use_large_pages", library))
         self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 4, ctypes.c_int)(("pack", library))
@@ -120,16 +122,20 @@ class PackedLinear(nn.Module):
         return self.matmul.multiply(x_TK, self.weight, self.out_features, self.scale)
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype) -> dict[str, PackedMatmul]:
+def pack_linears(model: nn.Module, dtype: torch.dtype, matrix_dtype: torch.dtype) -> dict[str, PackedMatmul]:
     """Replace the linear layers of a model by packed ones, whose weights are loaded later, or log once why they stay.
+
+    ``matrix_dtype``: of weights that are not quantized.
 
     Returns, by name, the weights that have to be packed while they are loaded.
     """
     packed: dict[str, PackedMatmul] = {}
     for name, layer in list(model.named_modules()):
         if isinstance(layer, (Linear, QuantizedLinear)):
-            is_quantized = isinstance(layer, QuantizedLinear)
-            matmul = packed_matmul(dtype, layer.weight.dtype if is_quantized else dtype, is_quantized and layer.int8_activations)
+            if isinstance(layer, QuantizedLinear):
+                matmul = packed_matmul(dtype, layer.weight.dtype, layer.int8_activations)
+            else:
+                matmul = packed_matmul(dtype, matrix_dtype)
             if matmul is not None:
                 model.set_submodule(name, PackedLinear(matmul, layer))
                 packed[f"{name}.weight"] = matmul

@@ -1,6 +1,7 @@
 // Products x W^T with weights that are stored in the order in which they are read. Compiled when a stage starts, with
 //   ELEMENT  the dtype of x and of the output, see workers/device/element.h
-//   WEIGHT   the numbers of W: 0 for ELEMENT itself, 1 for int8, 2 for float8_e4m3fn, 3 for int8 and x rounded to int8, too
+//   WEIGHT   the numbers of W: 0 for ELEMENT itself, 1 for int8, 2 for float8_e4m3fn, 3 for int8 and x rounded to int8, too,
+//            4 for bfloat16
 // Each output is one sum over all inputs, in their order and in float32, whatever the other rows and the threads are: it is the
 // same for a token alone and in a micro-batch.
 
@@ -10,20 +11,32 @@
 #include "tile.h"
 #include <sys/mman.h>
 
-#if WEIGHT != 0
+#if WEIGHT >= 1 && WEIGHT <= 3
 typedef int8_t number; // the bits of float8_e4m3fn too
-#elif ELEMENT == 2
-typedef int16_t number; // the bits of float16
+#elif WEIGHT == 4 || ELEMENT == 2
+typedef int16_t number; // the bits of bfloat16 or float16
 #else
 typedef element number;
 #endif
-#define IS_CONVERTED (STEP != 4 && (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0)))
+// bfloat16 that are not multiplied as such are stored in pairs, column c and column LANES + c: one is the upper half of a float, the
+// other the lower one, so both are read at once. Other numbers that are no parts of units are converted to such.
+#define IS_PAIRED (STEP == 1 && (WEIGHT == 4 || (WEIGHT == 0 && ELEMENT == 1)))
+#define IS_CONVERTED (STEP != 4 && !IS_PAIRED && (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0)))
+// So many tiles of rows convert weights each time they read them, which costs a twentieth of the time if they are pairs. For more,
+// a chunk is converted once.
+#if IS_PAIRED
+#define DIRECT_TILES 16
+#elif IS_CONVERTED
+#define DIRECT_TILES 1
+#else
+#define DIRECT_TILES INT64_MAX
+#endif
 
 // Inputs are multiplied a block of rows at a time, which remains in the second-level cache while it is multiplied by all panels.
 #define BLOCK_BYTES (1 << 19)
 #define BLOCK_ROWS 252
-// So many units of a panel are converted, and multiplied by all rows of the block, before the next: they remain in the first-level
-// cache. Numbers that are parts of units already are multiplied a panel at a time.
+// So many units of a panel are converted once, and multiplied by all rows of the block, before the next: they remain in the first-level
+// cache. Numbers that are not converted once are multiplied a panel at a time.
 #define CHUNK_UNITS ((1 << 14) / (COLUMNS * STEP * (int64_t)sizeof(part)))
 #define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
 
@@ -52,7 +65,10 @@ void use_large_pages(const void *start, int64_t bytes) {
 #endif
 }
 
-// Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP]. The last
+// Where a column of a panel is in it. The last of 16, with LANES 8 and in pairs, is the second of the last pair: 15.
+int64_t position(int64_t column) { return IS_PAIRED ? column % LANES * 2 + column / LANES : column; }
+
+// Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP], columns at their `position`. The last
 // unit, and with the last row the last panel, get zeros where there is no weight.
 void pack(const number *weight, number *packed, int64_t first, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     const int64_t units = UNITS(inputs), size = units * COLUMNS * STEP, last = first + rows;
@@ -66,57 +82,78 @@ void pack(const number *weight, number *packed, int64_t first, int64_t rows, int
                     for (int64_t s = 0; s < STEP; s++) {
                         const int is_weight = output < last && i * STEP + s < inputs;
                         const number x = is_weight ? weight[(output - first) * inputs + i * STEP + s] : 0;
-                        packed[panel * size + (i * COLUMNS + output % COLUMNS) * STEP + s] = WITH_OFFSET(x);
+                        packed[panel * size + (i * COLUMNS + position(output % COLUMNS)) * STEP + s] = WITH_OFFSET(x);
                     }
     }
 }
 
 #if IS_CONVERTED
-// A float of `exponent` + `mantissa` + 1 bits moved to those of a float of 32 bits: the exponent to the lower bits of its exponent,
+typedef number numbers __attribute__((vector_size(LANES * STEP * sizeof(number))));
+typedef int32_t integers __attribute__((vector_size(LANES * STEP * 4)));
+typedef float wide_floats __attribute__((vector_size(LANES * STEP * 4)));
+typedef part parts __attribute__((vector_size(LANES * STEP * sizeof(part))));
+
+// Floats of `exponent` + `mantissa` + 1 bits moved to those of floats of 32 bits: the exponent to the lower bits of its exponent,
 // whose bias of 127 makes the result too small. 1.5 in 4 + 3 bits (bias 7) is 0 0111 100 -> 0 00000111 1000... = 1.5 * 2^-120. Wrong
 // for infinities and NaN, which no weight is.
-static inline float move_bits(int32_t number, int exponent, int mantissa) {
-    const uint32_t bits = ((uint32_t)number << (23 - mantissa)) & (0x80000000u | (((1u << (exponent + mantissa)) - 1) << (23 - mantissa)));
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
+static inline wide_floats move_bits(integers number, int exponent, int mantissa) {
+    const int32_t kept = (int32_t)(0x80000000u | (((1u << (exponent + mantissa)) - 1) << (23 - mantissa)));
+    return (wide_floats)((number << (23 - mantissa)) & kept);
 }
 
-static inline float value(number x) {
+static inline wide_floats values(numbers stored) {
+    const integers wide = __builtin_convertvector(stored, integers);
 #if WEIGHT == 1 || WEIGHT == 3
-    return x;
+    return __builtin_convertvector(wide, wide_floats);
 #elif WEIGHT == 2
-    return move_bits(x, 4, 3) * 0x1p120f;
-#elif ELEMENT == 2
-    return move_bits(x, 5, 10) * 0x1p112f;
+    return move_bits(wide, 4, 3) * 0x1p120f;
 #else
-    return widen(x);
+    return move_bits(wide, 5, 10) * 0x1p112f;
 #endif
 }
 
-static void convert(const number *from, part *to, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
+// Reads numbers of LANES columns of a unit and converts them to parts.
+static inline __attribute__((always_inline)) vector convert(const number *from) {
+    numbers stored;
+    memcpy(&stored, from, sizeof stored);
 #if defined(INTEGERS)
-        to[i] = from[i];
+    return (vector)__builtin_convertvector(stored, parts);
 #elif STEP == 2 // all numbers of 8 bits have few enough that the lower half is 0
-        const float wide = value(from[i]);
-        uint32_t bits;
-        memcpy(&bits, &wide, 4);
-        to[i] = bits >> 16;
+    return (vector)__builtin_convertvector((integers)values(stored) >> 16, parts);
 #else
-        to[i] = value(from[i]);
+    return values(stored);
 #endif
-    }
 }
+
+static inline __attribute__((always_inline)) void read_numbers(const void *weights, vector columns[2]) {
+    const number *from = weights;
+    columns[0] = convert(from), columns[1] = convert(from + LANES * STEP);
+}
+#elif IS_PAIRED
+static inline __attribute__((always_inline)) void read_numbers(const void *weights, vector columns[2]) {
+    typedef uint32_t pairs __attribute__((vector_size(4 * LANES)));
+    pairs both;
+    memcpy(&both, weights, sizeof both);
+    columns[0] = (vector)(both << 16), columns[1] = (vector)(both & 0xffff0000u);
+}
+#else
+#define read_numbers read_parts
 #endif
+
+static void convert_units(const number *from, vector to[][2], int64_t units) {
+    for (int64_t i = 0; i < units; i++) read_numbers(from + i * COLUMNS * STEP, to[i]);
+}
 
 #define TILE(count)                                                                                                               \
     case count:                                                                                                                   \
-        add_products_of(count, sums, inputs, 1, count, panel, units, ahead, stride);                                              \
+        if (is_converted)                                                                                                         \
+            add_products_of(count, sums, inputs, 1, count, panel, sizeof(part), read_parts, units, ahead, stride);                \
+        else                                                                                                                      \
+            add_products_of(count, sums, inputs, 1, count, panel, sizeof(number), read_numbers, units, ahead, stride);            \
         break;
 
 // Adds the products of `rows` rows and a chunk to their sums, for inputs [units][rows].
-static void add_products(int64_t rows, vector sums[][2], const unit *inputs, const part *panel, int64_t units,
+static void add_products(int64_t rows, vector sums[][2], const unit *inputs, const void *panel, int is_converted, int64_t units,
                          const char *ahead, int64_t stride) {
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -211,24 +248,22 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
         }
         // While a chunk is multiplied by the tiles, each of them requests its part of the same chunk of the next panel from memory.
         const int64_t stride = (width * (int64_t)sizeof(number) + tiles - 1) / tiles;
+        const int is_converted = tiles > DIRECT_TILES;
         const int64_t distance = tiles == 1 ? AHEAD_BYTES : units * width * (int64_t)sizeof(number);
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; panel++) {
             vector sums[BLOCK_ROWS][2];
             memset(sums, 0, count * sizeof sums[0]);
             for (int64_t at = 0, length; at < units; at += length) {
-                length = IS_CONVERTED && units - at > CHUNK_UNITS ? CHUNK_UNITS : units - at;
+                length = is_converted && units - at > CHUNK_UNITS ? CHUNK_UNITS : units - at;
                 const number *stored = packed + (panel * units + at) * width;
                 const char *ahead = (const char *)stored + distance;
-#if IS_CONVERTED
-                part chunk[CHUNK_UNITS * COLUMNS * STEP];
-                convert(stored, chunk, length * width);
-#else
-                const part *chunk = stored;
-#endif
+                vector converted[CHUNK_UNITS][2];
+                if (is_converted) convert_units(stored, converted, length);
+                const void *chunk = is_converted ? (const void *)converted : (const void *)stored;
                 for (int64_t tile = 0; tile < tiles; tile++, ahead += stride * length) {
                     const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
-                    add_products(own, sums + first, block + first * units + at * own, chunk, length, ahead, stride);
+                    add_products(own, sums + first, block + first * units + at * own, chunk, is_converted, length, ahead, stride);
                 }
             }
             store(sums, y + begin * outputs, scales, row, count, panel * COLUMNS, outputs);

@@ -54,7 +54,7 @@ class StageModel(nn.Module):
         """Return the embeddings [T, D] of token ids. For the first stage."""
         assert self.tok_embeddings is not None
         hidden_TD: Tensor = self.tok_embeddings(token_ids_T)
-        return hidden_TD
+        return hidden_TD.to(self.block(0).attention_norm.weight.dtype)  # matrices may be in another one
 
     def forward(
         self,

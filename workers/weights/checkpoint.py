@@ -7,11 +7,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
 from tramontane.workers.weights.safetensors_file import STORED_TYPES, open_safetensors
 from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
@@ -52,8 +53,12 @@ class Checkpoint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
         return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
 
-    def check(self, args: ModelArgs) -> None:
-        """Raise CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file."""
+    def check(self, args: ModelArgs) -> ModelArgs:
+        """Return the arguments with the dtype of the matrices: float32 if they have several, since it holds all of them.
+
+        Raises CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file.
+        """
+        dtypes: set[str] = set()
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
         by_file: dict[Path, list[TensorSpec]] = {}
         for spec in specs:
@@ -61,24 +66,26 @@ class Checkpoint:
         for path, specs_of_file in by_file.items():
             with open_safetensors(path, framework="numpy") as file:
                 for spec in specs_of_file:
-                    _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
+                    dtype = _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
+                    if len(spec.shape) > 1:
+                        dtypes.add(dtype)
         for name in sorted(self.files.keys() - {spec.name for spec in specs}):
             if not ROTARY_BUFFER.fullmatch(name) and not (args.tied_embeddings and name == NAMES[self.layout].head):
                 raise CheckpointError(
                     f"{self.files[name]} holds the tensor {name}, which the model of {self.layout.value} does not have"
                 )
+        return replace(args, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
 
     def load(
         self,
         tensors_of: TensorsOf,
-        dtype: str,
+        weights: WeightFormat,
         device: str,
-        quantize: Quantization | None = None,
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
         allocated: "Mapping[str, Tensor] | None" = None,
         packed: "Mapping[str, PackedMatmul] | None" = None,
     ) -> dict[str, "Tensor"]:
-        """Read these tensors and no others; return parameters by name, in ``dtype`` or quantized, on ``device``.
+        """Read these tensors and no others; return parameters by name, in the format ``weights``, on ``device``.
 
         Parameters in ``allocated`` are written there; it has no others than those that are read. Tensors are quantized, and
         packed as ``packed`` says, while they are read, so that no more than a chunk of one is in memory as it is stored.
@@ -91,8 +98,8 @@ class Checkpoint:
         specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
         with open_reader(device) as read_rows:
             for spec, path in specs:
-                num_read = load_tensor(state, spec, read_rows(path, spec), dtype, device, quantize, packed or {})
-                on_tensor(num_read, spec.num_bytes(dtype, quantize))
+                num_read = load_tensor(state, spec, read_rows(path, spec), weights, device, packed or {})
+                on_tensor(num_read, spec.num_bytes(weights))
         return state
 
     def _file_of(self, spec: TensorSpec) -> Path:
@@ -101,7 +108,8 @@ class Checkpoint:
         return self.files[spec.name]
 
 
-def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> None:  # noqa: ANN401 - safetensors' slice has no type
+def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> str:  # noqa: ANN401 - safetensors' slice has no type
+    """Return the tensor's dtype."""
     shape = tuple(stored.get_shape())
     if stored.get_dtype() not in STORED_TYPES:
         raise CheckpointError(
@@ -110,6 +118,7 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
         )
     if shape != spec.shape:
         raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.shape}")
+    return STORED_TYPES[stored.get_dtype()]
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:

@@ -38,20 +38,21 @@ def load_module(
 
     ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
     """
-    dtype, quantize = plan.dtype, plan.quantize
+    dtype: torch.dtype = getattr(torch, plan.dtype)
     with torch.device("meta"):
         module = make()
-        if quantize:
-            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), quantize)
-    packed = pack_linears(module, getattr(torch, dtype)) if torch.device(device).type == "cpu" else {}
+        if plan.quantize:
+            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), plan.quantize)
+    matrix_dtype = getattr(torch, plan.weight_format.matrix_dtype)
+    packed = pack_linears(module, dtype, matrix_dtype) if torch.device(device).type == "cpu" else {}
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
-    allocated = allocate_contiguous(specs, getattr(torch, dtype), device)
+    allocated = allocate_contiguous(specs, matrix_dtype, device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, plan.args.dtype, dtype, device, quantize, on_tensor, allocated, packed)
+        state = random_state(tensors_of, plan.args.dtype, plan.weight_format, device, on_tensor, allocated, packed)
     else:
-        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated, packed)
+        state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)
-    warm_up_kernels(module, getattr(torch, dtype))
+    warm_up_kernels(module, dtype)
     return module.eval()
 
 

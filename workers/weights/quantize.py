@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_args import Quantization, WeightFormat
 from tramontane.workers.kernels.linear import row_blocks
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
@@ -23,28 +23,31 @@ def load_tensor(
     state: dict[str, Tensor],
     spec: TensorSpec,
     pieces: Iterable[Tensor],
-    dtype: str,
+    weights: WeightFormat,
     device: str | torch.device,
-    quantize: Quantization | None,
     packed: Mapping[str, PackedMatmul],
 ) -> int:
-    """Write one tensor to its rows of its parameter in ``state``: in ``dtype`` on the device, or as numbers and scales.
+    """Write one tensor to its rows of its parameter in ``state``, on the device, in its dtype or as numbers and scales.
 
     ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes. Parameters in ``packed`` are
     packed for these products.
 
     Raises:
-        CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale.
+        CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale, or is not of the dtype that
+            matrices of the checkpoint have.
     """
-    quantize = quantize if spec.quantizable else None
+    quantize, dtype = weights.quantize if spec.quantizable else None, getattr(torch, spec.dtype(weights))
     matmul, shape = packed.get(spec.parameter), spec.parameter_shape
     if spec.parameter not in state:  # this is the first of its tensors
-        number_dtype = NUMBER_DTYPES[quantize] if quantize else getattr(torch, dtype)
+        number_dtype = NUMBER_DTYPES[quantize] if quantize else dtype
         state[spec.parameter] = matmul.allocate(*shape) if matmul else torch.empty(shape, dtype=number_dtype, device=device)
+    may_not_change = not quantize and spec.dtype(weights) != weights.dtype
     scale_N = _scales(state, spec, device) if quantize else None
     num_read = 0
     for rows, piece in _row_ranges(pieces, spec.first_row):
         numbers = piece
+        if may_not_change and piece.dtype != dtype:
+            raise CheckpointError(f"tensor {spec.name} is {piece.dtype}, and the plan is for {dtype}; the checkpoint has changed")
         if quantize and scale_N is not None:
             numbers, scale_N[rows] = quantize_weight(piece, quantize, torch.device(device))
         if matmul:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tramontane.proto.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"
-STORED_TYPES = ("F32", "BF16", "F16")
+STORED_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 LENGTH_BYTES = 8  # size of the length of the header, at the start of the file
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout
 
 # Called for every loaded tensor with its bytes in the checkpoint (0 for random weights) and in memory.
@@ -117,11 +117,15 @@ class TensorSpec:
         """Name of the parameter with the scales of its rows, if it is quantized."""
         return self.parameter.removesuffix("weight") + "scale"
 
-    def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
-        """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else all in ``dtype``."""
-        if quantize and self.quantizable:
+    def dtype(self, weights: WeightFormat) -> str:
+        """Return the dtype in a stage's memory, unless quantized."""
+        return weights.matrix_dtype if len(self.shape) > 1 else weights.dtype
+
+    def num_bytes(self, weights: WeightFormat) -> int:
+        """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else those of the dtype."""
+        if weights.quantize and self.quantizable:
             return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
-        return self.num_elements * DTYPE_BYTES[dtype]
+        return self.num_elements * DTYPE_BYTES[self.dtype(weights)]
 
 
 def layer_tensors(

@@ -13,7 +13,7 @@ import torch
 import typer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_models import GIB, tiny_args, tiny_plan
+from tiny_models import GIB, loaded_state, tiny_args, tiny_plan
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
@@ -25,10 +25,12 @@ from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, Stage
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import quantize_linears
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -121,6 +123,20 @@ def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype:
                 if quantize:
                     quantize_linears(model, stage_tensors(args, stage.layers), quantize)
             assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("stored", DTYPE_BYTES)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_a_plan_has_the_bytes_that_a_stage_loads(stored: str, dtype: str, quantize: Quantization | None) -> None:
+    """Matrices in bfloat16 remain so where activations are in float32."""
+    args = replace(tiny_args(n_layers=3), dtype=stored)
+    for stage in make_plan(args, _request(args, 2, dtype=dtype, quantize=quantize)).stages:
+        state = loaded_state(StageWorker.load(stage, RandomWeights()))
+        assert stage.weight_bytes == sum(tensor.nbytes for tensor in state.values())
+        stays = (stored, dtype) == ("bfloat16", "float32")
+        found = {tensor.dtype for tensor in state.values() if tensor.ndim > 1 and tensor.dtype != torch.int8}
+        assert found == {getattr(torch, stored if stays else dtype)}
 
 
 def test_a_quantized_plan_has_the_bytes_that_its_weights_leave() -> None:

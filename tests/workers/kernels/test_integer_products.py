@@ -137,7 +137,8 @@ def test_a_stage_multiplies_integers_if_it_is_quantized_so(moe: bool, dtype: tor
         plan = tiny_plan(tiny_args(n_layers=1, moe=moe), 1, dtype=name, quantize=quantize).stages[0]
         model = StageWorker.load(plan, RandomWeights()).model
         layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+        matrix_dtype = getattr(torch, plan.weight_format.matrix_dtype)
         assert layers
         wanted = packed_linear.packed_matmul(dtype, torch.int8, quantize is Quantization.W8A8)
-        assert {layer.matmul for layer in layers} - {wanted} <= {packed_linear.packed_matmul(dtype, dtype, False)}
+        assert {layer.matmul for layer in layers} - {wanted} <= {packed_linear.packed_matmul(dtype, matrix_dtype)}
         assert sum(layer.matmul is wanted for layer in layers) > 2

@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative, of one number
 KINDS = [(dtype, weight_dtype) for dtype in ROUNDING for weight_dtype in (dtype, INT8, FP8)]
+KINDS.append((torch.float32, torch.bfloat16))
 SHAPES = [(1, 1), (5, 31), (31, 5), (33, 75), (75, 33), (64, 64), (100, 1), (3, 1300), (40, 257)]
 
 
@@ -46,12 +48,12 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _weight(matmul: PackedMatmul, num_outputs: int, num_inputs: int) -> Tensor:
-    spread = 1 if matmul.weight_dtype == matmul.dtype else 40
+    spread = 1 if matmul.weight_dtype.itemsize > 1 else 40
     return _random(num_outputs, num_inputs).mul_(spread).clamp_(-127, 127).to(matmul.weight_dtype)
 
 
 def _scale(matmul: PackedMatmul, num_outputs: int) -> Tensor | None:
-    return None if matmul.weight_dtype == matmul.dtype else torch.linspace(0.01, 0.03, num_outputs)
+    return None if matmul.weight_dtype.itemsize > 1 else torch.linspace(0.01, 0.03, num_outputs)
 
 
 def _assert_is_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> None:
@@ -137,12 +139,16 @@ def test_what_is_no_number_stays_in_its_row(matmul: PackedMatmul, bad: float) ->
 
 
 def test_weights_are_stored_as_the_docstrings_say(matmul: PackedMatmul) -> None:
-    """Output n and input k at [n // C, k // S, n % C, k % S], and zeros elsewhere, whatever was there."""
+    """Output n and input k at [n // C, k // S, position(n % C), k % S], and zeros elsewhere, whatever was there."""
     weight_NK = _weight(matmul, 70, 5)
     num_panels, num_units, columns, step = matmul.packed_shape(70, 5)
     expected = torch.zeros(num_panels * columns, num_units * step, dtype=matmul.weight_dtype)
     expected[:70, :5] = weight_NK
-    expected_PUCS = expected.view(num_panels, columns, num_units, step).transpose(1, 2)
+    positions = [matmul.position(column) for column in range(columns)]
+    assert sorted(positions) == list(range(columns))
+    in_order_PUCS = expected.view(num_panels, columns, num_units, step).transpose(1, 2)
+    expected_PUCS = torch.empty_like(in_order_PUCS)
+    expected_PUCS[:, :, positions] = in_order_PUCS
     packed_PUCS = matmul.allocate(70, 5)
     packed_PUCS.view(torch.uint8).fill_(1)
     matmul.pack_rows(weight_NK, 0, 70, packed_PUCS)
@@ -177,7 +183,8 @@ def test_a_piece_leaves_the_other_rows_alone(matmul: PackedMatmul) -> None:
     matmul.pack_rows(_weight(matmul, 3, 5), 20, 70, packed_PUCS)
     _, _, columns, _ = packed_PUCS.shape
     changed = (packed_PUCS.float() != before).nonzero()
-    assert {(panel * columns + column) for panel, _, column, _ in changed.tolist()} == {20, 21, 22}
+    found = {(panel, position) for panel, _, position, _ in changed.tolist()}
+    assert found == {(row // columns, matmul.position(row % columns)) for row in (20, 21, 22)}
 
 
 def test_inputs_that_lie_anywhere_in_memory(matmul: PackedMatmul) -> None:
@@ -212,6 +219,19 @@ def test_every_number_of_sixteen_bits_is_converted_exactly(dtype: torch.dtype) -
     assert torch.equal(out_1N[0], weight_N1[:, 0])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_in_bfloat16_are_multiplied_like_those_in_float32(shape: tuple[int, int]) -> None:
+    """To the last bit, for few and many rows."""
+    as_stored, wide = PackedMatmul(torch.float32, torch.bfloat16), PackedMatmul(torch.float32, torch.float32)
+    weight_NK = _random(*shape).bfloat16()
+    packed_PUCS, wide_PUCS = as_stored.pack(weight_NK), wide.pack(weight_NK.float())
+    assert 2 * packed_PUCS.nbytes == wide_PUCS.nbytes
+    for num_tokens in (1, 2, 6, 7, 13, 300):
+        x_TK = _random(num_tokens, shape[1], seed=1)
+        out_TN, expected_TN = as_stored.multiply(x_TK, packed_PUCS, shape[0]), wide.multiply(x_TK, wide_PUCS, shape[0])
+        assert torch.equal(out_TN, expected_TN)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dtype: torch.dtype) -> None:
     """Sums of a number and half a step, or a little more or less."""
@@ -226,7 +246,10 @@ def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dt
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
-@pytest.mark.parametrize("kind", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, FP8)])
+@pytest.mark.parametrize(
+    "kind",
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, FP8)],
+)
 def test_processors_without_wide_vectors(kind: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     compile_library.cache_clear()
     monkeypatch.setenv("CC", "cc -mno-avx")
@@ -257,7 +280,7 @@ def test_linear_layers_are_packed_and_nothing_else(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model, args = Model(), tiny_args(n_layers=1)
     kinds = {name: type(module) for name, module in model.named_modules() if name and name != "inner"}
-    packed = pack_linears(model, dtype)
+    packed = pack_linears(model, dtype, dtype)
     assert {name: matmul.weight_dtype for name, matmul in packed.items()} == {
         "plain.weight": dtype,
         "quantized.weight": INT8,
@@ -316,7 +339,7 @@ def _assert_stays_as_it_is(why: str, caplog: pytest.LogCaptureFixture) -> None:
         model = nn.Sequential(Linear(5, 3), Linear(5, 3))
     with caplog.at_level(logging.INFO, logger=packed_linear.__name__):
         for _ in range(2):
-            assert pack_linears(model, torch.float32) == {}
+            assert pack_linears(model, torch.float32, torch.float32) == {}
     assert [type(layer) for layer in model] == [Linear, Linear]
     (line,) = caplog.messages
     assert line.startswith(LINE + why)
@@ -344,8 +367,11 @@ def test_products_that_are_wrong_are_not_used(
 
 
 @pytest.mark.parametrize("quantize", [None, *Quantization])
-def test_a_stage_without_a_compiler_computes_the_same(quantize: Quantization | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tiny_plan(tiny_args(n_layers=1), quantize=quantize).stages[0]
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_stage_without_a_compiler_computes_the_same(
+    quantize: Quantization | None, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny_plan(replace(tiny_args(n_layers=1), dtype=stored), quantize=quantize).stages[0]
     packed = StageWorker.load(plan, RandomWeights())
     monkeypatch.setattr(packed_linear, "packed_matmul", lambda *_: None)
     plain = StageWorker.load(plan, RandomWeights())

@@ -112,7 +112,7 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
 @pytest.mark.parametrize("made", [True, False])
 def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose matrices are not packed."""
-    monkeypatch.setattr(loader, "pack_linears", lambda _model, _dtype: {})
+    monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
     apart, together = (_loaded(weights, experts_together) for experts_together in (False, True))
     experts = together.model.experts

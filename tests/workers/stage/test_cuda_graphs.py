@@ -152,7 +152,7 @@ def test_other_models_too(args: ModelArgs) -> None:
 @pytest.mark.parametrize("quantize", [*Quantization])
 def test_quantized_weights_too(quantize: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose matrices are not packed."""
-    monkeypatch.setattr(loader, "pack_linears", lambda _model, _dtype: {})
+    monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
     args = tiny_args(n_layers=2, moe=False)
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")

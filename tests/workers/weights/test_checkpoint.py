@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from harness import random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stage_driver import teacher_forced
 from tiny_models import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, to_hf_config
 from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, detect_layout, read_model_args
 from tramontane.proto.plan import StagePlan
+from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, packed_matmul
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
@@ -79,7 +82,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
         _shard(folder)
     for use in (
         lambda: Checkpoint(folder).check(ARGS),
-        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), "float32", "cpu"),
+        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), WeightFormat("float32"), "cpu"),
     ):
         message = _refused(use)
         assert f"lacks the tensor {K_PROJ}" in message
@@ -178,7 +181,7 @@ def test_matrices_are_packed_while_they_are_read(
     plan = tiny_plan(args, dtype="bfloat16").stages[0]
     monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 500)
     load = partial(random_state, stored_dtype="float32") if isinstance(weights, RandomWeights) else Checkpoint(weights).load
-    expected = load(partial(stage_tensors, args, range(3)), dtype="bfloat16", device="cpu")
+    expected = load(partial(stage_tensors, args, range(3)), weights=WeightFormat("bfloat16"), device="cpu")
     pieces: list[weakref.ref[torch.Tensor]] = []
     pack_rows = PackedMatmul.pack_rows
 
@@ -201,11 +204,50 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     folder = write_checkpoint(tmp_path / "model", DENSE)
     dtype = getattr(torch, stored)
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
-    Checkpoint(folder).check(DENSE)
-    state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), wanted, "cpu")
+    assert Checkpoint(folder).check(DENSE) == replace(DENSE, dtype=stored)
+    state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted), "cpu")
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("with_compiler", [True, False])
+def test_in_float32_matrices_in_bfloat16_stay_as_they_are(
+    with_compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are those of the same numbers in float32, and weights take half the memory."""
+    if not with_compiler:
+        monkeypatch.setattr(packed_linear, "packed_matmul", lambda *_: None)
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    _rewrite(folder, lambda tensors: tensors.update({name: tensor.bfloat16().float() for name, tensor in tensors.items()}))
+    ids = random_ids(40, 1, ARGS.vocab_size)
+    expected_TV = teacher_forced(folder, ids, "float32")
+    _rewrite(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
+    args = Checkpoint(folder).check(ARGS)
+    (folder / "config.json").write_text(json.dumps(to_hf_config(args)))
+    as_stored_TV = teacher_forced(folder, ids, "float32")
+    assert torch.equal(as_stored_TV, expected_TV) if with_compiler else torch.allclose(as_stored_TV, expected_TV, atol=1e-5)
+    worker = StageWorker.load(tiny_plan(args).stages[0], folder)
+    sizes = {name: tensor.itemsize for name, tensor in loaded_state(worker).items()}
+    assert {name for name, size in sizes.items() if size == 4} == {name for name in sizes if "norm" in name}
+
+
+def test_several_dtypes_of_matrices_are_held_in_float32(tmp_path: Path) -> None:
+    """Whatever the configuration says; a norm in another one does not count."""
+    folder = write_checkpoint(tmp_path / "model", DENSE)
+    says_bfloat16 = replace(DENSE, dtype="bfloat16")
+    norms = {spec.name for spec in _specs(DENSE) if len(spec.shape) == 1}
+    _rewrite(folder, lambda tensors: tensors.update({n: t if n in norms else t.half() for n, t in tensors.items()}))
+    assert Checkpoint(folder).check(says_bfloat16).dtype == "float16"
+    _rewrite(folder, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].bfloat16()}))
+    assert Checkpoint(folder).check(says_bfloat16).dtype == "float32"
+
+
+def test_matrices_are_not_rounded_to_what_the_plan_expects(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", DENSE)
+    plan = tiny_plan(replace(DENSE, dtype="bfloat16")).stages[0]
+    message = _refused(lambda: StageWorker.load(plan, folder))
+    assert "is torch.float32, and the plan is for torch.bfloat16; the checkpoint has changed" in message
 
 
 @pytest.mark.parametrize("args", [ARGS, DENSE], ids=["mixtral", "mistral"])
@@ -214,7 +256,7 @@ def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: M
     """Every tensor in its rows, every row of every parameter one tensor's."""
     folder = write_checkpoint(tmp_path / "model", args)
     stored = load_file(folder / SINGLE_NAME)
-    state = Checkpoint(folder).load(partial(stage_tensors, args, range(3)), "float32", "cpu", quantize)
+    state = Checkpoint(folder).load(partial(stage_tensors, args, range(3)), WeightFormat("float32", quantize), "cpu")
     owned = {name: torch.zeros(len(tensor)) for name, tensor in state.items()}
     for spec in _specs(args):
         held, owner = state[spec.parameter][spec.rows].float(), owned[spec.parameter]

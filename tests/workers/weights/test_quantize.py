@@ -14,7 +14,7 @@ from stage_driver import Driver
 from tiny_models import SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.kernels.linear import blockwise_linear
@@ -244,9 +244,9 @@ def test_random_weights_can_be_quantized_as_they_are_made(quantize: Quantization
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [made], "bfloat16", "cpu", quantize, {})
+        load_tensor(state, spec, [made], WeightFormat("bfloat16", quantize), "cpu", {})
         held = sum(tensor[spec.rows].nbytes for tensor in state.values())
-        assert held == spec.num_bytes("bfloat16", quantize)
+        assert held == spec.num_bytes(WeightFormat("bfloat16", quantize))
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
 
 
@@ -255,7 +255,7 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, *Quantization):
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [stored], "float32", "cpu", wanted, {})
+        load_tensor(state, spec, [stored], WeightFormat("float32", wanted), "cpu", {})
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]
