@@ -25,19 +25,19 @@ typedef element number;
 // So many tiles of rows convert weights each time they read them, which costs a twentieth of the time if they are pairs. For more,
 // a chunk is converted once.
 #if IS_PAIRED
-#define DIRECT_TILES 16
+#define DIRECT_TILES 4
 #elif IS_CONVERTED
 #define DIRECT_TILES 1
 #else
 #define DIRECT_TILES INT64_MAX
 #endif
 
-// Inputs are multiplied a block of rows at a time, which remains in the second-level cache while it is multiplied by all panels.
-#define BLOCK_BYTES (1 << 19)
+// Inputs are multiplied a block of rows at a time, which remains in the third-level cache while it is multiplied by all panels.
+#define BLOCK_BYTES (1 << 21)
 #define BLOCK_ROWS 252
-// So many units of a panel are converted once, and multiplied by all rows of the block, before the next: they remain in the first-level
-// cache. Numbers that are not converted once are multiplied a panel at a time.
-#define CHUNK_UNITS ((1 << 14) / (COLUMNS * STEP * (int64_t)sizeof(part)))
+// So many units of a panel are converted once, and multiplied by all rows of the block, before the next: they remain in the
+// second-level cache. Numbers that are not converted once are multiplied a panel at a time.
+#define CHUNK_UNITS ((1 << 16) / (COLUMNS * STEP * (int64_t)sizeof(part)))
 #define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
 
 #if defined(INTEGERS)
@@ -87,44 +87,61 @@ void pack(const number *weight, number *packed, int64_t first, int64_t rows, int
     }
 }
 
-#if IS_CONVERTED
-typedef number numbers __attribute__((vector_size(LANES * STEP * sizeof(number))));
-typedef int32_t integers __attribute__((vector_size(LANES * STEP * 4)));
-typedef float wide_floats __attribute__((vector_size(LANES * STEP * 4)));
-typedef part parts __attribute__((vector_size(LANES * STEP * sizeof(part))));
+#if IS_CONVERTED && defined(INTEGERS)
+// Reads numbers of LANES columns of a unit and converts them to parts.
+static inline __attribute__((always_inline)) vector convert(const number *from) {
+    typedef number numbers __attribute__((vector_size(LANES * STEP)));
+    typedef part parts __attribute__((vector_size(LANES * STEP * sizeof(part))));
+    numbers stored;
+    memcpy(&stored, from, sizeof stored);
+    return (vector)__builtin_convertvector(stored, parts);
+}
+#elif IS_CONVERTED
+typedef int32_t integers __attribute__((vector_size(LANES * 4)));
 
 // Floats of `exponent` + `mantissa` + 1 bits moved to those of floats of 32 bits: the exponent to the lower bits of its exponent,
 // whose bias of 127 makes the result too small. 1.5 in 4 + 3 bits (bias 7) is 0 0111 100 -> 0 00000111 1000... = 1.5 * 2^-120. Wrong
 // for infinities and NaN, which no weight is.
-static inline wide_floats move_bits(integers number, int exponent, int mantissa) {
+static inline floats move_bits(integers number, int exponent, int mantissa) {
     const int32_t kept = (int32_t)(0x80000000u | (((1u << (exponent + mantissa)) - 1) << (23 - mantissa)));
-    return (wide_floats)((number << (23 - mantissa)) & kept);
+    return (floats)((number << (23 - mantissa)) & kept);
 }
 
-static inline wide_floats values(numbers stored) {
-    const integers wide = __builtin_convertvector(stored, integers);
-#if WEIGHT == 1 || WEIGHT == 3
-    return __builtin_convertvector(wide, wide_floats);
+static inline floats values(integers number) {
+#if WEIGHT == 1
+    return __builtin_convertvector(number, floats);
 #elif WEIGHT == 2
-    return move_bits(wide, 4, 3) * 0x1p120f;
+    return move_bits(number, 4, 3) * 0x1p120f;
 #else
-    return move_bits(wide, 5, 10) * 0x1p112f;
+    return move_bits(number, 5, 10) * 0x1p112f;
 #endif
 }
 
-// Reads numbers of LANES columns of a unit and converts them to parts.
+// As above. GCC knows instructions that double the size of integers, and not all that do more.
 static inline __attribute__((always_inline)) vector convert(const number *from) {
-    numbers stored;
+    typedef int16_t shorts __attribute__((vector_size(LANES * 2)));
+#if STEP == 2 // numbers of 8 bits, whose floats have a lower half of 0
+    shorts both;
+    memcpy(&both, from, sizeof both);
+    const integers pairs = __builtin_convertvector(both, integers);
+    const integers first = (integers)values(pairs << 24 >> 24), second = (integers)values(pairs << 16 >> 24);
+    return (vector)(second | (first >> 16 & 0xffff));
+#elif WEIGHT == 0
+    shorts stored;
     memcpy(&stored, from, sizeof stored);
-#if defined(INTEGERS)
-    return (vector)__builtin_convertvector(stored, parts);
-#elif STEP == 2 // all numbers of 8 bits have few enough that the lower half is 0
-    return (vector)__builtin_convertvector((integers)values(stored) >> 16, parts);
+    return values(__builtin_convertvector(stored, integers));
+#elif LANES == 8 && defined(__AVX2__)
+    return values((integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
-    return values(stored);
+    typedef number bytes __attribute__((vector_size(LANES)));
+    bytes stored;
+    memcpy(&stored, from, sizeof stored);
+    return values(__builtin_convertvector(__builtin_convertvector(stored, shorts), integers));
 #endif
 }
+#endif
 
+#if IS_CONVERTED
 static inline __attribute__((always_inline)) void read_numbers(const void *weights, vector columns[2]) {
     const number *from = weights;
     columns[0] = convert(from), columns[1] = convert(from + LANES * STEP);

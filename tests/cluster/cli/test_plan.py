@@ -208,7 +208,16 @@ def test_quantized_weights_are_planned_and_shown(wanted: Quantization, capsys: p
     assert 0.5 < byte["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
     assert byte["stages"][0]["sequences"][-1]["num_seqs"] > half["stages"][0]["sequences"][-1]["num_seqs"]
     plan("mistral-7b-v0.1", "24GiB", quantize=wanted)
-    assert f"in bfloat16, weights in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
+    assert f"in bfloat16, matrices in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
+
+
+def test_matrices_in_bfloat16_remain_so_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    half, wide = (_planned(capsys, "mistral-7b-v0.1", "24GiB", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    norms = 4096 * (2 * 32 + 1)
+    bytes_of = [sum(stage["weight_bytes"] for stage in planned["stages"]) for planned in (half, wide)]
+    assert bytes_of[1] - bytes_of[0] == 2 * norms
+    plan("mistral-7b-v0.1", "24GiB", dtype="float32")
+    assert "in float32, matrices in bfloat16, contexts of 32768" in " ".join(capsys.readouterr().out.split())
 
 
 def test_quantization_is_suggested_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:

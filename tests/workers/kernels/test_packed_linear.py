@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from native_attention import AVX512
 from tiny_models import loaded_state, tiny_args, tiny_plan
 from torch import Tensor, nn
 
@@ -245,20 +246,29 @@ def test_outputs_are_rounded_to_the_nearest_number_and_halves_to_the_even_one(dt
         assert torch.equal(out_1N[0], (sign * (numbers_N.float() + steps_N.float())).to(dtype))
 
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+AVX512_BF16 = f"{AVX512} -D__AVX512BF16__"
+# Compiler options, dtypes of activations and weights, and how many columns and inputs a unit has
+OTHER_PROCESSORS = [
+    *(("-mno-avx", kind, (8, 1)) for kind in [(F32, F32), (F32, BF16), (BF16, BF16), (F16, FP8)]),
+    *((AVX512, kind, (32, 1)) for kind in [(F32, F32), (F32, BF16), (F32, INT8), (F16, FP8), (F16, F16)]),
+    *((AVX512_BF16, kind, (32, 2)) for kind in [(BF16, BF16), (BF16, INT8), (BF16, FP8)]),
+]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
-@pytest.mark.parametrize(
-    "kind",
-    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, FP8)],
-)
-def test_processors_without_wide_vectors(kind: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("options", "kind", "unit"), OTHER_PROCESSORS)
+def test_other_processors(
+    options: str, kind: tuple[torch.dtype, torch.dtype], unit: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_library.cache_clear()
-    monkeypatch.setenv("CC", "cc -mno-avx")
+    monkeypatch.setenv("CC", f"cc {options}")
     matmul = PackedMatmul(*kind)
-    assert matmul.packed_shape(1, 1)[2:] == (8, 1)
+    assert matmul.packed_shape(1, 1)[2:] == unit
     for shape in SHAPES:
         weight_NK, scale_N = _weight(matmul, *shape), _scale(matmul, shape[0])
         packed_PUCS = matmul.pack(weight_NK)
-        for num_tokens in (1, 6, 7, 30, 300):
+        for num_tokens in (1, 6, 7, 13, 30, 300):
             x_TK = _random(num_tokens, shape[1], seed=1).to(matmul.dtype)
             _assert_is_product(matmul.multiply(x_TK, packed_PUCS, shape[0], scale_N), x_TK, weight_NK, scale_N)
 
