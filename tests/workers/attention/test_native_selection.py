@@ -32,15 +32,16 @@ def _choose(
 
 
 @needs_compiler
-@pytest.mark.parametrize("is_faster", [False, True])
-def test_the_faster_kernels_compute_prefill_and_decode(
-    is_faster: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("seconds", "in_c"), [(1, True), (2.9, True), (3.1, False)])
+def test_kernels_in_c_compute_prefill_and_decode_unless_they_are_much_slower(
+    seconds: float, in_c: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen, lines = _choose(monkeypatch, caplog, [1.0 if is_faster else 3.0, 2.0])
-    assert type(chosen.prefill) is (NativePrefill if is_faster else SdpaPrefill)
-    assert type(chosen.decode) is (NativeDecode if is_faster else GatheredDecode)
-    name, micros = ("C", 1000000) if is_faster else ("PyTorch", 3000000)
-    assert lines == [f"attention by {name} (C {micros} us; PyTorch 2000000 us)"]
+    """Stages that replace others choose the same, whatever noise their times have."""
+    chosen, lines = _choose(monkeypatch, caplog, [seconds, 2.0])
+    assert type(chosen.prefill) is (NativePrefill if in_c else SdpaPrefill)
+    assert type(chosen.decode) is (NativeDecode if in_c else GatheredDecode)
+    name = "C" if in_c else "PyTorch"
+    assert lines == [f"attention by {name} (C {seconds * 1e6:.0f} us; PyTorch 2000000 us)"]
 
 
 @needs_compiler
