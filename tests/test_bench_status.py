@@ -205,7 +205,7 @@ def _loading(_bench: Any, read: int = 105, disk: int = 105, memory: int = 115) -
     import loading_stages
 
     mib = 2**20 * 100  # so that 128 MiB more than the weights are less than 1.15 times the weights
-    figures = loading_stages.Figures(100 * mib, 100 * mib, read * mib, disk * mib, 100 * mib, memory * mib)
+    figures = loading_stages.Figures(1.0, 100 * mib, 100 * mib, read * mib, disk * mib, 100 * mib, memory * mib)
     return {"loading_stages.run": _returns({"as stored": [figures]})}
 
 

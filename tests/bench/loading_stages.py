@@ -1,14 +1,15 @@
-"""Bytes that a stage reads and memory that it needs while it loads, relative to the bytes of its weights.
+"""Time that a stage takes to load, bytes that it reads and memory that it needs, relative to the bytes of its weights.
 
 A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is loaded by stage actors over
-Ray: in its own dtype, converted to float32, in int8, and with random weights instead. It is evicted from the page cache
-before, so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``, which includes mapped pages). Memory is the
-peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` + ``RssFile`` (with mapped files), less the
-value before.
+Ray: in its own dtype, converted to float16, in float32 with matrices in their own dtype, in int8, and with random weights
+instead. It is evicted from the page cache before, so that disk reads can be counted (``read_bytes`` of ``/proc/PID/io``,
+which includes mapped pages). Memory is the peak of samples every 2 ms of ``RssAnon`` (private memory) and of ``RssAnon`` +
+``RssFile`` (with mapped files), less the value before.
 """
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes."""
+    """Bytes, and seconds of the whole loading."""
 
+    seconds: float
     weights: int  # as the plan says
     stored: int  # of the same tensors in the checkpoint
     requested: int  # read from the checkpoint by the loader's own count
@@ -68,14 +70,16 @@ class MeasuredStage(StageActor):
 
         torch.zeros(64).bfloat16().normal_().float()  # PyTorch's initial allocations are no weights
         before, read_before = _memory(), read_from_disk()
+        started = time.perf_counter()
         with _sampled() as samples:
             worker = super()._load()
+        seconds = time.perf_counter() - started
         read = read_from_disk() - read_before
         own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
         size = self._plan.weight_bytes
         as_stored = WeightFormat(self._plan.args.dtype)
         stored = sum(spec.num_bytes(as_stored) for spec in stage_tensors(self._plan.args, self._plan.layers))
-        self._figures = Figures(size, stored, self._bytes_read, read, own, with_files)
+        self._figures = Figures(seconds, size, stored, self._bytes_read, read, own, with_files)
         return worker
 
     def figures(self) -> Figures:
@@ -131,7 +135,8 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
         args = read_model_args(folder)
         cases: dict[str, tuple[str, Quantization | None, WeightSource]] = {
             "as stored": (args.dtype, None, folder),
-            "to float32": ("float32", None, folder),
+            "to float16": ("float16", None, folder),
+            "in float32": ("float32", None, folder),
             "to int8": (args.dtype, Quantization.INT8, folder),
             "dummy": (args.dtype, None, RandomWeights()),
             "dummy in int8": (args.dtype, Quantization.INT8, RandomWeights()),
@@ -145,10 +150,10 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
 
 
 def table(figures: dict[str, list[Figures]]) -> Table:
-    table = Table("loaded", "stage", "MiB", "requested", "from disk", "peak, own", "with files")
+    table = Table("loaded", "stage", "seconds", "MiB", "requested", "from disk", "peak, own", "with files")
     for name, stages in figures.items():
         for number, f in enumerate(stages, start=1):
             read = (f"{n / f.stored:.3f}" for n in (f.requested, f.from_disk))
             peaks = (f"{n / f.weights:.3f}" for n in (f.peak_own, f.peak_with_files))
-            table.add_row(name, f"{number}/{len(stages)}", f"{f.weights / 2**20:.0f}", *read, *peaks)
+            table.add_row(name, f"{number}/{len(stages)}", f"{f.seconds:.1f}", f"{f.weights / 2**20:.0f}", *read, *peaks)
     return table
