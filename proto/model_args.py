@@ -21,7 +21,7 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Format of a stage's weights: ``dtype``, which activations have, too, except for matrices."""
+    """Format of a stage's weights. Norms have ``dtype``, like activations; matrices ``matrix_dtype``, or ``quantize``."""
 
     dtype: str
     quantize: Quantization | None = None

@@ -133,7 +133,7 @@ class StagePlan:
     num_stages: int
     first_layer: int  # global number
     last_layer: int  # global number after its last layer
-    dtype: str  # of activations and cache, and of weights that are not quantized
+    dtype: str  # of activations, cache and norms; of matrices see weight_format
     quantize: Quantization | None
     cache: CachePlan
     max_num_seqs: int

@@ -5,7 +5,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -73,9 +73,15 @@ async def open_engine(
 
 
 def validate_model(config: EngineConfig) -> ModelArgs:
-    """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them."""
+    """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them.
+
+    With ``dtype`` float32 matrices remain as they are stored, so then the dtype is theirs and not the configuration's.
+    """
     args = resolve_model_args(config.model)
-    return Checkpoint(config.model).check(args) if config.load_format == "auto" else args
+    if config.load_format != "auto":
+        return args
+    stored = Checkpoint(config.model).check(args)
+    return replace(args, dtype=stored) if config.dtype == "float32" else args
 
 
 def model_fingerprint(config: EngineConfig) -> Fingerprint:

@@ -130,6 +130,7 @@ def plan_as_data(
     """Return what the tables of ``tramontane plan`` show, for JSON; sizes in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
+        "matrix_dtype": plan.stages[0].weight_format.matrix_dtype,
         "quantize": plan.stages[0].quantize,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,

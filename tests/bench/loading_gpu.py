@@ -6,7 +6,7 @@
   the GPU.
 
 A random checkpoint of Mistral 7B's width in a temporary folder, in both layouts (Mistral's rows of W_q and W_k have to be
-reordered); as stored, converted to float32, and in int8. ``cached``: all of it is in the page cache before; otherwise it was
+reordered); as stored, converted to float16, and in int8. ``cached``: all of it is in the page cache before; otherwise it was
 evicted. The bytes from the disk are counted: 1.00 is all of them, and much less means that the system has another cache. Every
 round uses every way once; figures are those of the fastest round. ``extra`` is the peak of the GPU's memory in addition to the
 weights.
@@ -38,7 +38,7 @@ from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, s
 EXTRA_LIMIT = 512 * 2**20  # chunks as stored, reordered, and in float32; independent of the number of layers
 TARGETS: dict[str, tuple[str, Quantization | None]] = {
     "as stored": ("bfloat16", None),
-    "to float32": ("float32", None),
+    "to float16": ("float16", None),
     "to int8": ("bfloat16", Quantization.INT8),
 }
 Way = Callable[[str], AbstractContextManager[ReadRows]]
@@ -111,13 +111,14 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     found, args = Checkpoint(folder), read_model_args(folder)
     specs = largest_first(stage_tensors(args, range(args.n_layers), found.layout))
     dtype, quantize = TARGETS[target]
+    weights = WeightFormat(dtype, quantize, args.dtype)
     state: dict[str, Tensor] = {}
     _reset_memory_stats(device)
     before, read_before, started = _in_use(device), read_from_disk(), time.perf_counter()
     num_read = 0
     with way(device) as rows_of:
         for spec in specs:
-            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), WeightFormat(dtype, quantize), device, {})
+            num_read += load_tensor(state, spec, rows_of(found.files[spec.name], spec), weights, device, {})
     _wait(device)
     seconds = time.perf_counter() - started
     held = sum(tensor.nbytes for tensor in state.values())

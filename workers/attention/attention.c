@@ -76,6 +76,39 @@ static void load_keys(part *to, const element *const keys[COLUMNS]) {
         }
     }
 }
+#elif LANES == 8 && STEP == 1
+// Transposes 8 rows of 8 floats in the same way.
+static inline void transpose(floats rows[8]) {
+    typedef int32_t lanes __attribute__((vector_size(32)));
+    static const lanes upper[] = {{0, 8, 2, 10, 4, 12, 6, 14}, {0, 1, 8, 9, 4, 5, 12, 13}, {0, 1, 2, 3, 8, 9, 10, 11}};
+    static const lanes lower[] = {{1, 9, 3, 11, 5, 13, 7, 15}, {2, 3, 10, 11, 6, 7, 14, 15}, {4, 5, 6, 7, 12, 13, 14, 15}};
+#pragma GCC unroll 3
+    for (int level = 2; level >= 0; level--) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            if (i >> level & 1) continue;
+            const floats first = rows[i], second = rows[i + (1 << level)];
+            rows[i] = __builtin_shuffle(first, second, upper[level]);
+            rows[i + (1 << level)] = __builtin_shuffle(first, second, lower[level]);
+        }
+    }
+}
+
+static void load_keys(part *to, const element *const keys[COLUMNS]) {
+    for (int begin = 0; begin < HEAD_DIM; begin += 8) {
+        const int count = HEAD_DIM - begin < 8 ? HEAD_DIM - begin : 8;
+        for (int column = 0; column < COLUMNS; column += 8) {
+            floats rows[8];
+            for (int i = 0; i < 8; i++) {
+                float row[8] = {0};
+                for (int e = 0; e < count; e++) row[e] = widen(keys[column + i][begin + e]);
+                memcpy(&rows[i], row, sizeof row);
+            }
+            transpose(rows);
+            for (int i = 0; i < count; i++) memcpy(to + (begin + i) * COLUMNS + column, &rows[i], sizeof rows[i]);
+        }
+    }
+}
 #else
 static void load_keys(part *to, const element *const keys[COLUMNS]) {
     for (int e = 0; e < HEAD_DIM; e++)
@@ -152,7 +185,7 @@ static inline float weigh(const float *scores, part *weights, int from, int to, 
 
 #define TILE(count)                                                                                                               \
     case count:                                                                                                                   \
-        add_products_of(count, sums, inputs, row_stride, 1, panel, sizeof(part), read_parts, units, 0, 0);                                               \
+        add_products_of(count, sums, inputs, row_stride, 1, panel, sizeof(part), read_parts, units, 0, 0);                        \
         break;
 
 static inline void add_products(int64_t rows, floats sums[][2], const unit *inputs, const int64_t row_stride, const part *panel,

@@ -1,4 +1,4 @@
-"""Choice of a stage's attention kernels: the fastest of those that run on its device and agree with PyTorch's attention.
+"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's attention, by their speed.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
 """
@@ -40,7 +40,7 @@ MAX_CORRECTNESS_WINDOW = 256
 # table of 96, and 65 of the 32nd token.
 TIMING_KEYS = 1280
 FEW_TOKENS, MANY_TOKENS = 4, 32  # numbers of single tokens for which different kernels may be the fastest
-ADVANTAGE = 1.5  # by which PyTorch's attention has to be faster than the kernels in C, of which it takes up to four times as long
+ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 
 
@@ -157,7 +157,7 @@ def select_fastest(
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Choose the kernels of a stage: the fastest ones on its device, or PyTorch's without a C compiler or without xformers."""
+    """Choose the kernels of a stage: by speed on its device, or PyTorch's without a C compiler or without xformers."""
     if device.type == "cpu":
         return _select_for_cpu(plan)
     try:
@@ -186,7 +186,7 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
     """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
 
     Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way. A stage that
-    replaces another should choose what that had chosen, so noise in the times must not decide.
+    replaces another should choose what that had chosen: noise decides only if PyTorch's are about 1.5 times as fast.
     """
     device, others = torch.device("cpu"), cpu_kernels()
     try:

@@ -17,7 +17,7 @@ FEW_TOKENS = 3
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias: x W^T in the dtype of x, which W may have, too.
+    """Linear layer without bias: x W^T in the dtype of x. A W in another one is converted, a block of rows at a time.
 
     On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without instructions for 16-bit floats (AVX2
     only) multiplies them six times slower than float32. There the weights are converted to float32, a block of rows at a time,

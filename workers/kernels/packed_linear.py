@@ -26,7 +26,7 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 4}
 INTEGER_PRODUCTS = 3  # WEIGHT, too
 MAX_DIFFERENCE = 1e-2  # relative, by norms: more than rounding the output causes, and the activations to int8
-TEST_SHAPE, TEST_NUM_TOKENS = (100, 75), (1, 30)  # outputs and inputs that fill no last panel or unit
+TEST_SHAPE, TEST_NUM_TOKENS = (100, 75), (1, 30, 61)  # few and many tiles; outputs and inputs that fill no last panel or unit
 
 
 class PackedMatmul:
@@ -64,7 +64,7 @@ class PackedMatmul:
         self._pack(*pointers, first_row, len(rows_BK), num_outputs, rows_BK.shape[1], torch.get_num_threads())
 
     def pack(self, weight_NK: Tensor) -> Tensor:
-        """Return a whole matrix in the order [P, U, C, S]."""
+        """Return a whole matrix as [P, U, C, S], with columns at their ``position``."""
         packed_PUCS = self.allocate(*weight_NK.shape)
         self.pack_rows(weight_NK, 0, len(weight_NK), packed_PUCS)
         return packed_PUCS

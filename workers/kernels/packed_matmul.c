@@ -18,12 +18,12 @@ typedef int16_t number; // the bits of bfloat16 or float16
 #else
 typedef element number;
 #endif
-// bfloat16 that are not multiplied as such are stored in pairs, column c and column LANES + c: one is the upper half of a float, the
-// other the lower one, so both are read at once. Other numbers that are no parts of units are converted to such.
+// bfloat16 that are not multiplied as such are stored in pairs: column c is the lower half of 32 bits and column LANES + c the upper
+// one, so both are read at once. Other numbers that cannot be multiplied as they are stored are converted.
 #define IS_PAIRED (STEP == 1 && (WEIGHT == 4 || (WEIGHT == 0 && ELEMENT == 1)))
 #define IS_CONVERTED (STEP != 4 && !IS_PAIRED && (WEIGHT != 0 || (STEP == 1 && ELEMENT != 0)))
-// So many tiles of rows convert weights each time they read them, which costs a twentieth of the time if they are pairs. For more,
-// a chunk is converted once.
+// Up to so many tiles of rows convert the weights themselves, which costs a twentieth of the time if they are pairs. For more, a
+// chunk is converted once.
 #if IS_PAIRED
 #define DIRECT_TILES 4
 #elif IS_CONVERTED
@@ -65,8 +65,9 @@ void use_large_pages(const void *start, int64_t bytes) {
 #endif
 }
 
-// Where a column of a panel is in it. The last of 16, with LANES 8 and in pairs, is the second of the last pair: 15.
-int64_t position(int64_t column) { return IS_PAIRED ? column % LANES * 2 + column / LANES : column; }
+// Where a column of a panel is in it. With LANES 8 and in pairs, column 8 of 16 is the second number of the first pair: 1.
+static inline int64_t place(int64_t column) { return IS_PAIRED ? column % LANES * 2 + column / LANES : column; }
+int64_t position(int64_t column) { return place(column); } // calls of an exported function are never inlined
 
 // Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP], columns at their `position`. The last
 // unit, and with the last row the last panel, get zeros where there is no weight.
@@ -77,13 +78,15 @@ void pack(const number *weight, number *packed, int64_t first, int64_t rows, int
     for (int64_t panel = first / COLUMNS; panel < (end + COLUMNS - 1) / COLUMNS; panel++) {
         const int64_t panel_end = (panel + 1) * COLUMNS, own_first = panel * COLUMNS > first ? panel * COLUMNS : first;
         for (int64_t begin = 0; begin < units; begin += CHUNK_UNITS)
-            for (int64_t output = own_first; output < end && output < panel_end; output++)
+            for (int64_t output = own_first; output < end && output < panel_end; output++) {
+                number *to = packed + panel * size + place(output % COLUMNS) * STEP;
                 for (int64_t i = begin; i < units && i < begin + CHUNK_UNITS; i++)
                     for (int64_t s = 0; s < STEP; s++) {
                         const int is_weight = output < last && i * STEP + s < inputs;
                         const number x = is_weight ? weight[(output - first) * inputs + i * STEP + s] : 0;
-                        packed[panel * size + (i * COLUMNS + position(output % COLUMNS)) * STEP + s] = WITH_OFFSET(x);
+                        to[i * COLUMNS * STEP + s] = WITH_OFFSET(x);
                     }
+            }
     }
 }
 

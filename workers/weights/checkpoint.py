@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,8 @@ class Checkpoint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
         return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
 
-    def check(self, args: ModelArgs) -> ModelArgs:
-        """Return the arguments with the dtype of the matrices: float32 if they have several, since it holds all of them.
+    def check(self, args: ModelArgs) -> str:
+        """Return the dtype of the matrices, whatever the configuration says; float32 if they have several, since it holds all.
 
         Raises CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file.
         """
@@ -74,7 +73,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.files[name]} holds the tensor {name}, which the model of {self.layout.value} does not have"
                 )
-        return replace(args, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
 
     def load(
         self,

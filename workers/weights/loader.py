@@ -90,7 +90,7 @@ def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     if plan.quantize:
         return f"weights are {plan.quantize}"
     if plan.dtype != "bfloat16":
-        return f"weights are {plan.dtype}, not bfloat16"
+        return f"activations are {plan.dtype}, not bfloat16"
     if capability[0] not in KERNEL_CAPABILITIES:
         return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
     if plan.args.dim % KERNEL_STEP or plan.args.hidden_dim % KERNEL_STEP:

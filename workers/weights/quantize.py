@@ -47,7 +47,7 @@ def load_tensor(
     for rows, piece in _row_ranges(pieces, spec.first_row):
         numbers = piece
         if may_not_change and piece.dtype != dtype:
-            raise CheckpointError(f"tensor {spec.name} is {piece.dtype}, and the plan is for {dtype}; the checkpoint has changed")
+            raise CheckpointError(f"tensor {spec.name} is {piece.dtype}, and the plan is for {dtype}, as of another checkpoint")
         if quantize and scale_N is not None:
             numbers, scale_N[rows] = quantize_weight(piece, quantize, torch.device(device))
         if matmul:

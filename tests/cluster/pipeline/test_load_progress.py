@@ -1,6 +1,7 @@
 """Where weights come from, and what a person sees while they come, and of workers that are lost; without Ray."""
 
 import asyncio
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving.app import application
 from tramontane.cluster.serving.served_model import load_served_model
 from tramontane.proto.errors import CheckpointError, ConfigError
+from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS
 
@@ -58,6 +60,15 @@ def test_of_a_folder_only_what_is_next_to_the_weights_is_read(without_weights: P
     shutil.rmtree(without_weights)
     with pytest.raises(CheckpointError, match="does not exist"):
         model_fingerprint(config)
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("float32", "float32"), ("auto", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_in_float32_the_tensors_say_what_their_dtype_is(dtype: str, found: str, tmp_path: Path) -> None:
+    """The configuration says bfloat16, and they are in float32."""
+    folder = write_tokenizer(write_checkpoint(tmp_path / "model", ARGS))
+    (folder / "config.json").write_text(json.dumps(to_hf_config(replace(ARGS, dtype="bfloat16"))))
+    config = EngineConfig.build(None, {"model": folder, "dtype": dtype})
+    assert validate_model(config) == replace(ARGS, dtype=found)
 
 
 def test_of_a_published_geometry_nothing_is_read() -> None:

@@ -36,7 +36,7 @@ def _choose(
 def test_kernels_in_c_compute_prefill_and_decode_unless_they_are_much_slower(
     seconds: float, in_c: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stages that replace others choose the same, whatever noise their times have."""
+    """Stages that replace others choose the same although times vary."""
     chosen, lines = _choose(monkeypatch, caplog, [seconds, 2.0])
     assert type(chosen.prefill) is (NativePrefill if in_c else SdpaPrefill)
     assert type(chosen.decode) is (NativeDecode if in_c else GatheredDecode)

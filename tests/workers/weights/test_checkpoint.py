@@ -204,7 +204,7 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     folder = write_checkpoint(tmp_path / "model", DENSE)
     dtype = getattr(torch, stored)
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
-    assert Checkpoint(folder).check(DENSE) == replace(DENSE, dtype=stored)
+    assert Checkpoint(folder).check(DENSE) == stored
     state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted), "cpu")
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
@@ -216,6 +216,8 @@ def test_in_float32_matrices_in_bfloat16_stay_as_they_are(
     with_compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits are those of the same numbers in float32, and weights take half the memory."""
+    if with_compiler and packed_linear.packed_matmul(torch.float32, torch.bfloat16) is None:
+        pytest.skip("the kernel in C needs a compiler")
     if not with_compiler:
         monkeypatch.setattr(packed_linear, "packed_matmul", lambda *_: None)
     folder = write_checkpoint(tmp_path / "model", ARGS)
@@ -223,7 +225,7 @@ def test_in_float32_matrices_in_bfloat16_stay_as_they_are(
     ids = random_ids(40, 1, ARGS.vocab_size)
     expected_TV = teacher_forced(folder, ids, "float32")
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
-    args = Checkpoint(folder).check(ARGS)
+    args = replace(ARGS, dtype=Checkpoint(folder).check(ARGS))
     (folder / "config.json").write_text(json.dumps(to_hf_config(args)))
     as_stored_TV = teacher_forced(folder, ids, "float32")
     assert torch.equal(as_stored_TV, expected_TV) if with_compiler else torch.allclose(as_stored_TV, expected_TV, atol=1e-5)
@@ -238,16 +240,19 @@ def test_several_dtypes_of_matrices_are_held_in_float32(tmp_path: Path) -> None:
     says_bfloat16 = replace(DENSE, dtype="bfloat16")
     norms = {spec.name for spec in _specs(DENSE) if len(spec.shape) == 1}
     _rewrite(folder, lambda tensors: tensors.update({n: t if n in norms else t.half() for n, t in tensors.items()}))
-    assert Checkpoint(folder).check(says_bfloat16).dtype == "float16"
+    assert Checkpoint(folder).check(says_bfloat16) == "float16"
     _rewrite(folder, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].bfloat16()}))
-    assert Checkpoint(folder).check(says_bfloat16).dtype == "float32"
+    assert Checkpoint(folder).check(says_bfloat16) == "float32"
+    state = loaded_state(StageWorker.load(tiny_plan(replace(DENSE, dtype="float32")).stages[0], folder))
+    stored = load_file(folder / SINGLE_NAME)
+    assert all(torch.equal(state[s.parameter][s.rows], stored[s.name].float()) for s in _specs(DENSE))
 
 
 def test_matrices_are_not_rounded_to_what_the_plan_expects(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", DENSE)
     plan = tiny_plan(replace(DENSE, dtype="bfloat16")).stages[0]
     message = _refused(lambda: StageWorker.load(plan, folder))
-    assert "is torch.float32, and the plan is for torch.bfloat16; the checkpoint has changed" in message
+    assert "is torch.float32, and the plan is for torch.bfloat16, as of another checkpoint" in message
 
 
 @pytest.mark.parametrize("args", [ARGS, DENSE], ids=["mixtral", "mistral"])
