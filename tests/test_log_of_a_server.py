@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,10 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
             with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=300) as response:
                 reported = response.iter_text()
                 next(reported)
-                os.kill(_first_stage(folder), signal.SIGKILL)  # so that the next one misses its hidden states
+                first_stage = _first_stage(folder)
+                os.kill(first_stage, signal.SIGSTOP)
+                time.sleep(1)  # until the next one waits for its hidden states
+                os.kill(first_stage, signal.SIGKILL)
                 assert "".join(reported).endswith("data: [DONE]\n\n")
             assert process.stderr is not None
             lost, again = itertools.islice((m for m in map(_message, process.stderr) if m.startswith("pipeline ")), 2)

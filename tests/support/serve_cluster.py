@@ -28,10 +28,11 @@ def free_port() -> int:
     """Return a free port that no other process takes before the server does.
 
     Ray's own processes listen at ports of 10000 to 19999 and at ports that the kernel chooses (32768 and above on Linux).
-    A free port from the kernel would often be taken by one of them before Ray Serve binds it.
+    A free port from the kernel would often be taken by one of them before Ray Serve binds it. Tests begin with the same seed,
+    which would give those that run at once the same ports.
     """
     while True:
-        port = random.randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
