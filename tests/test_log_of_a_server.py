@@ -99,7 +99,7 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
-    cause = r"process \d+ on node \w{8} has ended"
+    cause = r"process \d+ on node \w{8} (has ended|cannot be reached)"
     assert re.fullmatch(rf"pipeline \S+ has lost Stage 1/2 layers 0-3, which gets a new process: {cause}", lost)
     assert re.fullmatch(r"pipeline \S+ runs again, \d+\.\d s after the loss", again)
     (answered,) = _naming("mine/1", ingress)
