@@ -246,7 +246,7 @@ def _plan_of(**changes: object) -> Callable[[], bool]:
         (_plan_of(), (10, 3), ""),
         (_plan_of(), (8, 9), "capability is 8.9"),
         (_plan_of(), (12, 0), "capability is 12.0"),
-        (_plan_of(dtype="float16"), (9, 0), "weights are float16, not bfloat16"),
+        (_plan_of(dtype="float16"), (9, 0), "activations are float16, not bfloat16"),
         (_plan_of(quantize="int8"), (9, 0), "weights are int8"),
         (_plan_of(args=replace(ARGS, hidden_dim=44)), (9, 0), "widths 32 and 44"),
     ],
