@@ -160,9 +160,9 @@ def _show(
         brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
         explained = f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a stage's weights{brackets}"
         console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
-    form = plan.stages[0].weight_format
-    matrices = form.quantize or form.matrix_dtype
-    weights = form.dtype if matrices == form.dtype else f"{form.dtype}, matrices in {matrices}"
+    formats = plan.stages[0].weight_format
+    matrices = formats.quantize or formats.matrix_dtype
+    weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
     console.print(f"{model} in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
     each = ", ".join(f"{time:.2f}" for time in times)
     console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)

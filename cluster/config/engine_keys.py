@@ -72,7 +72,7 @@ class PipelineKeys(KeyGroup):
         in_serve_config=False,
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "bfloat16, float16 or float32, which keeps matrices in bfloat16. auto: the checkpoint's.", defines_pipeline=True
+        "auto", "bfloat16, float16 or float32, which keeps bfloat16 matrices. auto: the checkpoint's.", defines_pipeline=True
     )
     quantize: Quantization | None = key(None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
     max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)

@@ -69,7 +69,8 @@ void use_large_pages(const void *start, int64_t bytes) {
 static inline int64_t place(int64_t column) { return IS_PAIRED ? column % LANES * 2 + column / LANES : column; }
 int64_t position(int64_t column) { return place(column); } // calls of an exported function are never inlined
 
-// Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP], columns at their `position`. The last
+// Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP], in which
+// columns have their `place`. The last
 // unit, and with the last row the last panel, get zeros where there is no weight.
 void pack(const number *weight, number *packed, int64_t first, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     const int64_t units = UNITS(inputs), size = units * COLUMNS * STEP, last = first + rows;
@@ -120,7 +121,8 @@ static inline floats values(integers number) {
 #endif
 }
 
-// As above. GCC knows instructions that double the size of integers, and not all that do more.
+// Reads numbers of LANES columns of a unit and converts them to parts, in steps that at most double the size of integers: for larger
+// ones GCC does not find all instructions.
 static inline __attribute__((always_inline)) vector convert(const number *from) {
     typedef int16_t shorts __attribute__((vector_size(LANES * 2)));
 #if STEP == 2 // numbers of 8 bits, whose floats have a lower half of 0
