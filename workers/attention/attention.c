@@ -9,8 +9,9 @@
 // query depends on the keys that it sees alone, bit for bit: not on other queries, on threads, on where the keys are stored, nor on
 // whether its token is decoded or part of a prompt.
 
-#include "tile.h"
+#include "transpose.h"
 
+#define LINE 64                                // bytes that come from memory together
 #define LOWEST -3.4028235e38f                  // a score that no other is below, and finite
 #define HEAD_UNITS UNITS(HEAD_DIM)             // of a query or key
 #define BLOCK_UNITS UNITS(COLUMNS)             // of the weights of a block's keys
@@ -27,10 +28,10 @@ struct source {
 };
 
 // The queries of consecutive tokens for one key/value head, row by row: the GROUP queries of the first token, those of the second.
-// `sums` are the sums of the weights e^(score - highest), `out` those of the values with these weights.
+// `sums` are the sums of the weights e^(score - highest) of every LANES-th key, `out` those of the values with these weights.
 struct rows {
     unit queries[MOST_ROWS][HEAD_UNITS];
-    float highest[MOST_ROWS], sums[MOST_ROWS];
+    float highest[MOST_ROWS], sums[MOST_ROWS][LANES];
     floats out[PANELS][MOST_ROWS][2];
 };
 
@@ -39,102 +40,44 @@ struct block {
     part keys[HEAD_UNITS * COLUMNS * STEP], values[PANELS * BLOCK_UNITS * COLUMNS * STEP];
 };
 
+// Where the keys and values of a block are.
+struct pointers {
+    const element *keys[COLUMNS], *values[COLUMNS];
+};
+
 static int64_t row_of(const struct source *from, int64_t position) {
     if (!from->pages) return position - from->first;
     return from->pages[position / PAGE - from->first / PAGE] * (int64_t)PAGE + position % PAGE;
 }
 
-#if defined(__AVX512F__) && (STEP == 2 || ELEMENT == 0)
-// Transposes 16 rows of 16 numbers of 4 bytes: swaps quarters of squares with a side of 16, then of 8, 4 and 2.
-static inline void transpose(__m512i rows[16]) {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-#pragma GCC unroll 4
-    for (int half = 8; half > 0; half /= 2) {
-        const __mmask16 is_right = _mm512_test_epi32_mask(lanes, _mm512_set1_epi32(half));
-        const __m512i upper = _mm512_mask_add_epi32(lanes, is_right, lanes, _mm512_set1_epi32(16 - half));
-        const __m512i lower = _mm512_mask_add_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(half)), is_right, lanes, _mm512_set1_epi32(16));
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            if (i & half) continue;
-            const __m512i first = rows[i], second = rows[i + half];
-            rows[i] = _mm512_permutex2var_epi32(first, upper, second);
-            rows[i + half] = _mm512_permutex2var_epi32(first, lower, second);
-        }
-    }
-}
-
-static void load_keys(part *to, const element *const keys[COLUMNS]) {
-    for (int begin = 0; begin < HEAD_UNITS; begin += 16) {
-        const __mmask16 mask = HEAD_UNITS - begin < 16 ? (1 << (HEAD_UNITS - begin)) - 1 : 0xffff;
-        for (int column = 0; column < COLUMNS; column += 16) {
-            __m512i rows[16];
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) rows[i] = _mm512_maskz_loadu_epi32(mask, keys[column + i] + begin * STEP);
-            transpose(rows);
-            for (int i = 0; i < 16 && begin + i < HEAD_UNITS; i++)
-                _mm512_storeu_si512(to + ((begin + i) * COLUMNS + column) * STEP, rows[i]);
-        }
-    }
-}
-#elif LANES == 8 && STEP == 1
-// Transposes 8 rows of 8 floats in the same way.
-static inline void transpose(floats rows[8]) {
-    typedef int32_t lanes __attribute__((vector_size(32)));
-    static const lanes upper[] = {{0, 8, 2, 10, 4, 12, 6, 14}, {0, 1, 8, 9, 4, 5, 12, 13}, {0, 1, 2, 3, 8, 9, 10, 11}};
-    static const lanes lower[] = {{1, 9, 3, 11, 5, 13, 7, 15}, {2, 3, 10, 11, 6, 7, 14, 15}, {4, 5, 6, 7, 12, 13, 14, 15}};
-#pragma GCC unroll 3
-    for (int level = 2; level >= 0; level--) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            if (i >> level & 1) continue;
-            const floats first = rows[i], second = rows[i + (1 << level)];
-            rows[i] = __builtin_shuffle(first, second, upper[level]);
-            rows[i + (1 << level)] = __builtin_shuffle(first, second, lower[level]);
-        }
-    }
-}
-
-static void load_keys(part *to, const element *const keys[COLUMNS]) {
-    for (int begin = 0; begin < HEAD_DIM; begin += 8) {
-        const int count = HEAD_DIM - begin < 8 ? HEAD_DIM - begin : 8;
-        for (int column = 0; column < COLUMNS; column += 8) {
-            floats rows[8];
-            for (int i = 0; i < 8; i++) {
-                float row[8] = {0};
-                for (int e = 0; e < count; e++) row[e] = widen(keys[column + i][begin + e]);
-                memcpy(&rows[i], row, sizeof row);
-            }
-            transpose(rows);
-            for (int i = 0; i < count; i++) memcpy(to + (begin + i) * COLUMNS + column, &rows[i], sizeof rows[i]);
-        }
-    }
-}
-#else
-static void load_keys(part *to, const element *const keys[COLUMNS]) {
-    for (int e = 0; e < HEAD_DIM; e++)
-        for (int column = 0; column < COLUMNS; column++)
-            to[(e / STEP * COLUMNS + column) * STEP + e % STEP] = element_to_part(keys[column][e]);
-}
-#endif
-
-// Loads the keys and values of the positions `begin` to begin + COLUMNS - 1, with 0 for those outside of [first, end).
-static void load_block(struct block *to, const struct source *from, int64_t begin, int64_t first, int64_t end) {
+// Finds the rows of the positions `begin` to begin + COLUMNS - 1; of those outside of [first, end), zeros.
+static void locate(struct pointers *to, const struct source *from, int64_t begin, int64_t first, int64_t end) {
     static const element zeros[HEAD_DIM + STEP];
-    const element *keys[COLUMNS], *values[COLUMNS];
     for (int column = 0; column < COLUMNS; column++) {
         const int64_t position = begin + column;
         const int is_seen = position >= first && position < end;
         const int64_t row = is_seen ? row_of(from, position) : 0;
-        keys[column] = is_seen ? from->keys + row * from->key_stride : zeros;
-        values[column] = is_seen ? from->values + row * from->value_stride : zeros;
+        to->keys[column] = is_seen ? from->keys + row * from->key_stride : zeros;
+        to->values[column] = is_seen ? from->values + row * from->value_stride : zeros;
     }
-    load_keys(to->keys, keys);
+}
+
+// Requests part `part` of `parts` of a block's keys or values from memory. Between the products of the block before it: more requests
+// at once than a core can have under way would make it wait.
+static inline void request(const element *const rows[COLUMNS], int64_t part, int64_t parts) {
+    const int64_t lines = COLUMNS * ((sizeof(element[HEAD_DIM]) + LINE - 1) / LINE);
+    for (int64_t i = part * lines / parts; i < (part + 1) * lines / parts; i++)
+        __builtin_prefetch((const char *)rows[i % COLUMNS] + i / COLUMNS * LINE);
+}
+
+static void load_block(struct block *to, const struct pointers *rows) {
+    transpose_rows(to->keys, rows->keys, HEAD_DIM);
     for (int unit = 0; unit < BLOCK_UNITS; unit++)
         for (int panel = 0; panel < PANELS; panel++) {
             part *target = to->values + (panel * BLOCK_UNITS + unit) * COLUMNS * STEP;
             const int start = panel * COLUMNS, count = HEAD_DIM - start < COLUMNS ? HEAD_DIM - start : COLUMNS;
             for (int e = 0; e < count; e++)
-                for (int s = 0; s < STEP; s++) target[e * STEP + s] = element_to_part(values[unit * STEP + s][start + e]);
+                for (int s = 0; s < STEP; s++) target[e * STEP + s] = element_to_part(rows->values[unit * STEP + s][start + e]);
         }
 }
 
@@ -150,36 +93,33 @@ static int has_finite_values(const struct block *block) {
     return !others;
 }
 
-// The highest, and the sum, of COLUMNS numbers: of halves, of their halves and so on, which compilers turn into vector instructions.
-static inline float highest_of(float *x) {
-#pragma GCC unroll 8
-    for (int half = COLUMNS / 2; half > 0; half /= 2)
-        for (int c = 0; c < half; c++) x[c] = x[c] > x[c + half] ? x[c] : x[c + half];
-    return x[0];
+// The highest of COLUMNS numbers.
+static inline float highest_of(const float numbers[COLUMNS]) {
+    float x[4];
+    for (int i = 0; i < 4; i++) x[i] = numbers[i];
+    for (int c = 4; c < COLUMNS; c += 4)
+        for (int i = 0; i < 4; i++) x[i] = x[i] > numbers[c + i] ? x[i] : numbers[c + i];
+    for (int i = 0; i < 2; i++) x[i] = x[i] > x[i + 2] ? x[i] : x[i + 2];
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
-static inline float sum_of(float *x) {
-#pragma GCC unroll 8
-    for (int half = COLUMNS / 2; half > 0; half /= 2)
-        for (int c = 0; c < half; c++) x[c] += x[c + half];
-    return x[0];
-}
-
-// Turns the scores of a row into weights, of which only those of the columns [from, to) are not 0. Returns the factor of what has
-// been added up before.
-static inline float weigh(const float *scores, part *weights, int from, int to, float *highest, float *sum) {
+// Turns the scores of a row into weights, of which only those of the columns [from, to) are not 0, and adds them to the sums [LANES].
+// Returns the factor of what has been added up before.
+static inline float weigh(const float *scores, part *weights, int from, int to, float *highest, float *sums) {
     const float scale = 1.0f / sqrtf(HEAD_DIM);
-    float scaled[COLUMNS], reduced[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) reduced[c] = scaled[c] = c >= from && c < to ? scores[c] * scale : LOWEST;
-    const float block_highest = highest_of(reduced), top = *highest > block_highest ? *highest : block_highest;
-    for (int c = 0; c < COLUMNS; c++) {
-        const float weight = exp_negative(scaled[c] - top);
-        reduced[c] = scaled[c] = c >= from && c < to ? weight : 0;
-    }
+    const int is_whole = from <= 0 && to >= COLUMNS;
+    float scaled[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) scaled[c] = scores[c] * scale;
+    if (!is_whole)
+        for (int c = 0; c < COLUMNS; c++) scaled[c] = c >= from && c < to ? scaled[c] : LOWEST;
+    const float block_highest = highest_of(scaled), top = *highest > block_highest ? *highest : block_highest;
+    for (int c = 0; c < COLUMNS; c++) scaled[c] = exp_negative(scaled[c] - top);
+    if (!is_whole)
+        for (int c = 0; c < COLUMNS; c++) scaled[c] = c >= from && c < to ? scaled[c] : 0;
     for (int c = 0; c < COLUMNS; c++) weights[c] = to_part(scaled[c]);
-    const float factor = exp_negative(*highest - top);
+    const float factor = top == *highest ? 1 : exp_negative(*highest - top);
     *highest = top;
-    *sum = *sum * factor + sum_of(reduced);
+    for (int c = 0; c < LANES; c++) sums[c] = sums[c] * factor + (scaled[c] + scaled[c + LANES]);
     return factor;
 }
 
@@ -200,21 +140,25 @@ static inline void add_products(int64_t rows, floats sums[][2], const unit *inpu
 
 // Adds a block of keys from position `begin` on to `count` rows from `row` on. Row 0 belongs to the token at `position`.
 static void add_block(struct rows *own, const struct block *block, int64_t row, int64_t count, int64_t begin, int64_t position,
-                      int64_t window) {
+                      int64_t window, const struct pointers *next) {
     floats scores[ROWS][2];
     unit weights[ROWS][BLOCK_UNITS];
     float factors[ROWS];
+    int changed = 0;
     memset(scores, 0, count * sizeof scores[0]);
     add_products(count, scores, own->queries[row], HEAD_UNITS, block->keys, HEAD_UNITS);
     for (int64_t i = 0; i < count; i++) {
         const int64_t query = position + (row + i) / GROUP - begin; // relative to the block, as `from` and `to`
         const int64_t from = query - window + 1 < 0 ? 0 : query - window + 1, to = query + 1 < COLUMNS ? query + 1 : COLUMNS;
         factors[i] = weigh((const float *)scores[i], (part *)weights[i], from < COLUMNS ? from : COLUMNS, to,
-                           own->highest + row + i, own->sums + row + i);
+                           own->highest + row + i, own->sums[row + i]);
+        changed |= factors[i] != 1;
+        if (row + i < GROUP) request(next->keys, row + i, GROUP);
     }
     for (int64_t panel = 0; panel < PANELS; panel++) {
         floats(*out)[2] = own->out[panel] + row;
-        for (int64_t i = 0; i < count; i++) out[i][0] *= factors[i], out[i][1] *= factors[i];
+        if (row == 0) request(next->values, panel, PANELS);
+        for (int64_t i = 0; changed && i < count; i++) out[i][0] *= factors[i], out[i][1] *= factors[i];
         add_products(count, out, weights[0], BLOCK_UNITS, block->values + panel * BLOCK_UNITS * COLUMNS * STEP, BLOCK_UNITS);
     }
 }
@@ -235,24 +179,29 @@ static __attribute__((noinline, noclone)) int attend(const struct source *from, 
         const element *given = queries + row / GROUP * query_stride + row % GROUP * HEAD_DIM;
         for (int64_t e = 0; e < HEAD_DIM; e++) query[e] = element_to_part(given[e]);
         own.highest[row] = LOWEST;
-        own.sums[row] = 0;
+        memset(own.sums[row], 0, sizeof own.sums[row]);
         for (int64_t panel = 0; panel < PANELS; panel++) own.out[panel][row][0] = own.out[panel][row][1] = (floats){0};
     }
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
-    for (int64_t begin = oldest / COLUMNS * COLUMNS; begin < position + tokens; begin += COLUMNS) {
-        load_block(&block, from, begin, oldest, position + tokens);
+    struct pointers pointers[2];
+    int64_t begin = oldest / COLUMNS * COLUMNS;
+    locate(&pointers[0], from, begin, oldest, position + tokens);
+    for (int number = 0; begin < position + tokens; begin += COLUMNS, number = !number) {
+        locate(&pointers[!number], from, begin + COLUMNS, oldest, position + tokens);
+        load_block(&block, &pointers[number]);
         if (tokens > 1 && !has_finite_values(&block)) return 0;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = tile * rows / tiles, count = (tile + 1) * rows / tiles - row;
             const int64_t last = position + (row + count - 1) / GROUP;
             const int is_seen = begin <= last && begin + COLUMNS > position + row / GROUP - window + 1;
-            if (is_seen) add_block(&own, &block, row, count, begin, position, window);
+            if (is_seen) add_block(&own, &block, row, count, begin, position, window, &pointers[!number]);
         }
     }
     for (int64_t row = 0; row < rows; row++) {
         element *to = out + row / GROUP * out_stride + row % GROUP * HEAD_DIM;
-        for (int64_t e = 0; e < HEAD_DIM; e++)
-            to[e] = narrow(((const float *)own.out[e / COLUMNS][row])[e % COLUMNS] / own.sums[row]);
+        float sum = 0;
+        for (int c = 0; c < LANES; c++) sum += own.sums[row][c];
+        for (int64_t e = 0; e < HEAD_DIM; e++) to[e] = narrow(((const float *)own.out[e / COLUMNS][row])[e % COLUMNS] / sum);
     }
     return 1;
 }
