@@ -2,7 +2,7 @@
 
 #include "element.h"
 
-#define FEW_ROWS 16 // which one thread computes sooner than several can begin
+#define FEW_NUMBERS (1 << 15) // which one thread computes sooner than several can begin
 
 static inline void rotate(const element *restrict x, const element *restrict cosines, const element *restrict sines,
                           element *restrict out, int64_t half) {
@@ -17,7 +17,7 @@ static inline void rotate(const element *restrict x, const element *restrict cos
 // a head is paired with element i + dim / 2.
 void apply_rotary(const element *x, const element *cosines, const element *sines, element *out, int64_t rows, int64_t heads,
                   int64_t dim, int64_t stride, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > FEW_ROWS)
+#pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW_NUMBERS)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++)
             rotate(x + row * stride + head * dim, cosines + row * dim, sines + row * dim, out + (row * heads + head) * dim, dim / 2);
@@ -32,7 +32,7 @@ static inline void silu_and_mul_row(const element *restrict gates, const element
 
 // gate_up [rows][2][width] to silu(gate) * up, [rows][width].
 void silu_and_mul(const element *gate_up, element *out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > FEW_ROWS)
+#pragma omp parallel for num_threads(threads) if (rows * width > FEW_NUMBERS)
     for (int64_t row = 0; row < rows; row++)
         silu_and_mul_row(gate_up + 2 * row * width, gate_up + (2 * row + 1) * width, out + row * width, width);
 }
@@ -52,7 +52,7 @@ static inline void add_rms_norm_row(const element *restrict h, const element *re
 // h, more, sums, out [rows][width]: sums = h + more, rounded; out = sums / root mean square of sums * weight.
 void fused_add_rms_norm(const element *h, const element *more, const element *weight, element *sums, element *out, int64_t rows,
                         int64_t width, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > FEW_ROWS)
+#pragma omp parallel for num_threads(threads) if (rows * width > FEW_NUMBERS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t start = row * width;
         add_rms_norm_row(h + start, more + start, weight, sums + start, out + start, width, eps);

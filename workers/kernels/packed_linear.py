@@ -25,6 +25,7 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 # WEIGHT in the source, for weights of another dtype than the activations
 WEIGHTS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 4}
 INTEGER_PRODUCTS = 3  # WEIGHT, too
+NO_MEMORY = "there is no memory for the inputs of a matrix product"
 MAX_DIFFERENCE = 1e-2  # relative, by norms: more than rounding the output causes, and the activations to int8
 TEST_SHAPE, TEST_NUM_TOKENS = (100, 75), (1, 30, 61)  # few and many tiles; outputs and inputs that fill no last panel or unit
 
@@ -44,8 +45,8 @@ class PackedMatmul:
         self.block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))
         self._use_large_pages = ctypes.CFUNCTYPE(None, POINTER, SIZE)(("use_large_pages", library))
         self._pack = ctypes.CFUNCTYPE(None, *[POINTER] * 2, *[SIZE] * 4, ctypes.c_int)(("pack", library))
-        self._multiply = ctypes.CFUNCTYPE(None, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
-        self._multiply_groups = ctypes.CFUNCTYPE(None, *[POINTER] * 6, *[SIZE] * 3, ctypes.c_int)(("multiply_groups", library))
+        self._multiply = ctypes.CFUNCTYPE(SIZE, *[POINTER] * 4, *[SIZE] * 3, ctypes.c_int)(("multiply", library))
+        self._multiply_groups = ctypes.CFUNCTYPE(SIZE, *[POINTER] * 5, *[SIZE] * 3, ctypes.c_int)(("multiply_groups", library))
 
     def packed_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
         """Return P, U, C and S. 70 outputs of 5 inputs, with C = 32 and S = 2: [3, 3, 32, 2]."""
@@ -73,10 +74,11 @@ class PackedMatmul:
         """Compute x W^T, [T, N], or x (W scale)^T with float32 scales."""
         x_TK = x_TK.contiguous()
         num_tokens, num_inputs = x_TK.shape
-        out_TN, block = x_TK.new_empty(num_tokens, num_outputs), self._block(num_tokens, num_inputs)
+        out_TN = x_TK.new_empty(num_tokens, num_outputs)
         scales = None if scale_N is None else scale_N.data_ptr()
-        pointers = (x_TK.data_ptr(), packed_PUCS.data_ptr(), scales, out_TN.data_ptr(), block.data_ptr())
-        self._multiply(*pointers, num_tokens, num_outputs, num_inputs, torch.get_num_threads())
+        pointers = (x_TK.data_ptr(), packed_PUCS.data_ptr(), scales, out_TN.data_ptr())
+        if not self._multiply(*pointers, num_tokens, num_outputs, num_inputs, torch.get_num_threads()):
+            raise MemoryError(NO_MEMORY)
         return out_TN
 
     def multiply_groups(self, x_CK: Tensor, layers: Sequence["PackedLinear"], sizes: Sequence[int]) -> Tensor:
@@ -88,17 +90,14 @@ class PackedMatmul:
         (num_outputs,), (num_inputs,) = ({getattr(layer, f"{side}_features") for layer in layers} for side in ("out", "in"))
         assert x_CK.dtype == self.dtype
         assert x_CK.shape == (sum(sizes), num_inputs)
-        out_CN, block = x_CK.new_empty(len(x_CK), num_outputs), self._block(max(sizes), num_inputs)
+        out_CN = x_CK.new_empty(len(x_CK), num_outputs)
         scales = (None if layer.scale is None else layer.scale.data_ptr() for layer in layers)
         weights = (layer.weight.data_ptr() for layer in layers)
         addresses, ends = POINTER * len(layers), (SIZE * len(layers))(*accumulate(sizes))
-        pointers = (x_CK.data_ptr(), addresses(*weights), addresses(*scales), out_CN.data_ptr(), block.data_ptr(), ends)
-        self._multiply_groups(*pointers, len(layers), num_outputs, num_inputs, torch.get_num_threads())
+        pointers = (x_CK.data_ptr(), addresses(*weights), addresses(*scales), out_CN.data_ptr(), ends)
+        if not self._multiply_groups(*pointers, len(layers), num_outputs, num_inputs, torch.get_num_threads()):
+            raise MemoryError(NO_MEMORY)
         return out_CN
-
-    def _block(self, num_tokens: int, num_inputs: int) -> Tensor:
-        """Allocate room for the inputs of a block of rows: units of four bytes."""
-        return torch.empty(min(self.block_rows(num_inputs), num_tokens) * self.packed_shape(1, num_inputs)[1], dtype=torch.int32)
 
 
 class PackedLinear(nn.Module):

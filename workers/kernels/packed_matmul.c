@@ -9,6 +9,7 @@
 #define INTEGERS
 #endif
 #include "tile.h"
+#include <stdlib.h>
 #include <sys/mman.h>
 
 #if WEIGHT >= 1 && WEIGHT <= 3
@@ -253,13 +254,15 @@ static void store(vector sums[][2], element *y, const float *scales, const struc
     }
 }
 
-// x [rows][inputs], packed weights, scales [outputs] or null, y [rows][outputs]. `block` has room for block_rows(inputs) rows of
-// units. Rows are cut into tiles of about equal size: 32 into 11, 11 and 10.
-void multiply(const element *x, const number *packed, const float *scales, element *y, unit *block, int64_t rows, int64_t outputs,
-              int64_t inputs, int threads) {
+// x [rows][inputs], packed weights, scales [outputs] or null, y [rows][outputs]. Rows are cut into tiles of about equal size: 32
+// into 11, 11 and 10. Returns 0, without a result, if there is no memory.
+int64_t multiply(const element *x, const number *packed, const float *scales, element *y, int64_t rows, int64_t outputs,
+                 int64_t inputs, int threads) {
     const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), width = COLUMNS * STEP;
     const int64_t most = block_rows(inputs);
     struct row row[BLOCK_ROWS];
+    unit *block = malloc((rows < most ? rows : most) * units * sizeof(unit));
+    if (!block) return 0;
 #pragma omp parallel num_threads(threads)
     for (int64_t begin = 0; begin < rows; begin += most) {
         const int64_t count = rows - begin < most ? rows - begin : most, tiles = (count + ROWS - 1) / ROWS;
@@ -291,13 +294,18 @@ void multiply(const element *x, const number *packed, const float *scales, eleme
             store(sums, y + begin * outputs, scales, row, count, panel * COLUMNS, outputs);
         }
     }
+    free(block);
+    return 1;
 }
 
-// Consecutive groups of rows, each times weights of its own: packed and scales [groups]; group i ends before row ends[i].
-void multiply_groups(const element *x, const number *const *packed, const float *const *scales, element *y, unit *block,
-                     const int64_t *ends, int64_t groups, int64_t outputs, int64_t inputs, int threads) {
-    for (int64_t group = 0, row = 0; group < groups; row = ends[group++])
-        if (ends[group] > row)
-            multiply(x + row * inputs, packed[group], scales[group], y + row * outputs, block, ends[group] - row, outputs, inputs,
-                     threads);
+// Consecutive groups of rows, each times weights of its own: packed and scales [groups]; group i ends before row ends[i]. Returns 0,
+// without a result, if there is no memory.
+int64_t multiply_groups(const element *x, const number *const *packed, const float *const *scales, element *y,
+                        const int64_t *ends, int64_t groups, int64_t outputs, int64_t inputs, int threads) {
+    for (int64_t group = 0, row = 0; group < groups; row = ends[group++]) {
+        const int64_t rows = ends[group] - row;
+        const element *own = x + row * inputs;
+        if (rows && !multiply(own, packed[group], scales[group], y + row * outputs, rows, outputs, inputs, threads)) return 0;
+    }
+    return 1;
 }
