@@ -11,10 +11,8 @@ FOLDERS = ("proto", "workers", "router", "cluster", "k8s", "tests")
 SUFFIXES = {".py", ".js", ".css", ".html", ".yaml", ".json", ".proto", ".j2", ".md"}
 BETWEEN_WORDS = re.compile(r"_|(?<=[a-z0-9])(?=[A-Z])")  # of a name: num_told, VanishingDoors
 KEPT = {
-    # a column of existing databases of batch jobs, and what SQLAlchemy makes of its name
+    # columns of existing databases of batch jobs
     "router/batch/tables.py": {"told"},
-    "router/batch/store.py": {"told"},
-    "router/batch/submissions.py": {"told"},
     "tests/router/batch/test_job_migration.py": {"told"},
     # words of which prompts are made
     "cluster/bench/workload.py": {"house"},

@@ -75,25 +75,25 @@ def error_text(body: Mapping[str, Any]) -> str:
 
 def assign_offsets(connection: Connection, job: int, places: Sequence[int]) -> None:
     """Assign the next free offsets to results of a job that does not keep order. The caller has locked the job's row."""
-    first = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
+    first = connection.execute(select(jobs.c.num_offsets).where(jobs.c.number == job)).scalar_one()
     for offset, place in enumerate(places, first):
-        connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(told=offset))
-    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=first + len(places)))
+        connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(offset=offset))
+    connection.execute(update(jobs).where(jobs.c.number == job).values(num_offsets=first + len(places)))
 
 
 def read_results(
     database: Database, job: int, offset: int, limit: int, max_chars: int = MAX_RESULT_CHARS
 ) -> Sequence[StoredResult]:
     """Return results from ``offset`` on: at least one, if there is one, and else at most ``max_chars``."""
-    wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
+    wanted = select(lines).where(lines.c.job == job, lines.c.offset >= offset).order_by(lines.c.offset).limit(limit)
     found: list[StoredResult] = []
     num_left = max_chars
     with database.stream_rows(wanted) as rows:
         for row in rows:
             num_left -= len(row.result or "")
-            if row.state == PENDING or row.told != offset + len(found) or (found and num_left < 0):
+            if row.state == PENDING or row.offset != offset + len(found) or (found and num_left < 0):
                 break
-            line = ResultLine(row.told, row.line, row.custom_id or "", row.state == FAILED, row.result)
+            line = ResultLine(row.offset, row.line, row.custom_id or "", row.state == FAILED, row.result)
             found.append(StoredResult(line, row.http_status))
     return found
 
@@ -108,8 +108,8 @@ def first_line_errors(connection: Connection, failed: Sequence[int]) -> Mapping[
     """Return the errors of the first lines of jobs without a valid line, by their numbers."""
     found: dict[int, list[BatchError]] = {}
     if failed:
-        wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
-        for row in connection.execute(wanted.order_by(lines.c.job, lines.c.told)):
+        wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.offset < MAX_PROBLEMS)
+        for row in connection.execute(wanted.order_by(lines.c.job, lines.c.offset)):
             error = json.loads(row.result)
             problem = BatchError(code=error["code"], message=error["message"], line=row.line, param=None)
             found.setdefault(row.job, []).append(problem)

@@ -111,11 +111,11 @@ class JobSubmissions:
             accepted.update(connection.execute(statement, valid).scalars())
         if invalid := [_as_invalid(row) for row in rows if row["place"] not in accepted]:
             this = jobs.c.number == job.number
-            num_told = connection.execute(select(jobs.c.num_told).where(this)).scalar_one()
+            num_offsets = connection.execute(select(jobs.c.num_offsets).where(this)).scalar_one()
             if not job.job.options.keeps_order:
-                invalid = [row | {"told": told} for told, row in enumerate(invalid, num_told)]
+                invalid = [row | {"offset": offset} for offset, row in enumerate(invalid, num_offsets)]
             connection.execute(insert(lines), invalid)
-            counts = (jobs.c.num_bad, jobs.c.num_failed, *([] if job.job.options.keeps_order else [jobs.c.num_told]))
+            counts = (jobs.c.num_bad, jobs.c.num_failed, *([] if job.job.options.keeps_order else [jobs.c.num_offsets]))
             connection.execute(update(jobs).where(this).values({count: count + len(invalid) for count in counts}))
 
     def accept(self, job: StoredJob, input_digest: str | None = None) -> StoredJob:
@@ -181,7 +181,7 @@ def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str,
         "custom_id": line.custom_id,
         "text": line.text,
         "state": FAILED if line.problem else PENDING,
-        "told": place if keeps_order else None,
+        "offset": place if keeps_order else None,
         "result": _line_error(line.problem) if line.problem else None,
     }
 

@@ -58,7 +58,7 @@ jobs = Table(
     Column("num_done", Number, nullable=False, default=0),
     Column("num_failed", Number, nullable=False, default=0),
     Column("num_bad", Number, nullable=False, default=0),
-    Column("num_told", Number, nullable=False, default=0),  # results that have an offset, if order is not kept
+    Column("num_told", Number, key="num_offsets", nullable=False, default=0),  # results with an offset, if order is not kept
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
     Column("cancelling_at", Float),
@@ -90,10 +90,10 @@ lines = Table(
     Column("custom_id", Text),
     Column("text", Text),  # NULL for an invalid line
     Column("state", SmallInteger, nullable=False),
-    Column("told", Number),  # offset among the results; without keeps_order NULL until the line is done
+    Column("told", Number, key="offset"),  # among the results; without keeps_order NULL until the line is done
     Column("http_status", SmallInteger),  # NULL if the line never ran
     Column("result", Text),  # JSON
-    Index("tramontane_lines_by_offset", "job", "told"),
+    Index("tramontane_lines_by_offset", "job", "offset"),
 )
 
 # Which of a job's lines have a custom_id first. Invalid lines are not in it, so they cost nothing to the lines that follow.
