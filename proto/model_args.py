@@ -24,8 +24,13 @@ class WeightFormat:
     """Format of a stage's weights. Norms have ``dtype``, like activations; matrices ``matrix_dtype``, or ``quantize``."""
 
     dtype: str
+    stored: str  # dtype of the checkpoint's matrices
     quantize: Quantization | None = None
-    stored: str | None = None  # dtype of the checkpoint's matrices
+
+    @classmethod
+    def as_stored(cls, dtype: str) -> "WeightFormat":
+        """Return the format in which a checkpoint of this dtype has its weights."""
+        return cls(dtype, dtype)
 
     @property
     def matrix_dtype(self) -> str:

@@ -98,7 +98,7 @@ class ExpertPlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, self.quantize, self.args.dtype)
+        return WeightFormat(self.dtype, self.args.dtype, self.quantize)
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """Return a plan with the same actors and these experts on them."""
@@ -143,7 +143,7 @@ class StagePlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, self.quantize, self.args.dtype)
+        return WeightFormat(self.dtype, self.args.dtype, self.quantize)
 
     @property
     def layers(self) -> range:

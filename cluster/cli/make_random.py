@@ -45,7 +45,7 @@ def make_random(
     if scale is Scale.SMALL:
         args = tiny_variant(args)
     names = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), LAYOUTS[layout])}
-    num_bytes = sum(spec.num_bytes(WeightFormat(args.dtype)) for spec in names.values())
+    num_bytes = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for spec in names.values())
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

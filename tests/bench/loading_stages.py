@@ -77,7 +77,7 @@ class MeasuredStage(StageActor):
         read = read_from_disk() - read_before
         own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
         size = self._plan.weight_bytes
-        as_stored = WeightFormat(self._plan.args.dtype)
+        as_stored = WeightFormat.as_stored(self._plan.args.dtype)
         stored = sum(spec.num_bytes(as_stored) for spec in stage_tensors(self._plan.args, self._plan.layers))
         self._figures = Figures(seconds, size, stored, self._bytes_read, read, own, with_files)
         return worker

@@ -48,7 +48,7 @@ def load_module(
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
     allocated = allocate_contiguous(specs, matrix_dtype, device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, plan.args.dtype, plan.weight_format, device, on_tensor, allocated, packed)
+        state = random_state(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     else:
         state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)

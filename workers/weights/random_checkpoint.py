@@ -53,7 +53,6 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
 
 def random_state(
     tensors_of: TensorsOf,
-    stored_dtype: str,
     weights: WeightFormat,
     device: str,
     on_tensor: ProgressCallback = lambda _read, _made: None,
@@ -62,12 +61,12 @@ def random_state(
 ) -> dict[str, Tensor]:
     """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without any file.
 
-    Numbers are drawn in ``stored_dtype``, and then converted or quantized. ``allocated`` and ``packed`` are as in
+    Numbers are drawn in the dtype ``weights.stored``, and then converted or quantized. ``allocated`` and ``packed`` are as in
     ``Checkpoint.load``.
     """
     state = dict(allocated or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
-        load_tensor(state, spec, random_pieces(spec, stored_dtype, device), weights, device, packed or {})
+        load_tensor(state, spec, random_pieces(spec, weights.stored, device), weights, device, packed or {})
         on_tensor(0, spec.num_bytes(weights))
     return state
 
@@ -94,7 +93,7 @@ def write_random_checkpoint(
     except OSError as error:
         raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
     parts = list(_parts(args, layout, part_bytes))
-    needed = sum(spec.num_bytes(WeightFormat(args.dtype)) for part in parts for spec in part)
+    needed = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for part in parts for spec in part)
     try:
         if needed > free:
             raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
@@ -116,9 +115,9 @@ def _write(
         name = _file_name(layout, number, len(parts))
         _save({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name)
         weight_map |= {spec.name: name for spec in specs}
-        on_written(sum(spec.num_bytes(WeightFormat(args.dtype)) for spec in specs))
+        on_written(sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for spec in specs))
     if len(parts) > 1:
-        total_size = sum(spec.num_bytes(WeightFormat(args.dtype)) for part in parts for spec in part)
+        total_size = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
@@ -138,7 +137,7 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
     part: list[TensorSpec] = []
     specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
     for spec in specs.values():
-        if part and sum(s.num_bytes(WeightFormat(args.dtype)) for s in (*part, spec)) > part_bytes:
+        if part and sum(s.num_bytes(WeightFormat.as_stored(args.dtype)) for s in (*part, spec)) > part_bytes:
             yield part
             part = []
         part.append(spec)

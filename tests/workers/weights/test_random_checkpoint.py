@@ -25,13 +25,13 @@ MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe
 
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
-    layers = range(args.n_layers)
-    made = random_state(partial(stage_tensors, args, layers), args.dtype, WeightFormat("float32"), "cpu")
+    layers, weights = range(args.n_layers), WeightFormat("float32", args.dtype)
+    made = random_state(partial(stage_tensors, args, layers), weights, "cpu")
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, args, layout)
         checkpoint = Checkpoint(tmp_path / layout.name)
         checkpoint.check(args)
-        read = checkpoint.load(partial(stage_tensors, args, layers), WeightFormat("float32"), "cpu")
+        read = checkpoint.load(partial(stage_tensors, args, layers), weights, "cpu")
         assert read.keys() == made.keys()
         assert all(torch.equal(read[name], made[name]) for name in made)
     if args.tied_embeddings:
@@ -45,10 +45,10 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
 ) -> None:
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    weights = WeightFormat(dtype, quantize, args.dtype)
+    weights = WeightFormat(dtype, args.dtype, quantize)
     read = Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), weights, "cpu")
     received: list[tuple[int, int]] = []
-    made = random_state(partial(stage_tensors, args, range(2)), args.dtype, weights, "cpu", lambda *sizes: received.append(sizes))
+    made = random_state(partial(stage_tensors, args, range(2)), weights, "cpu", lambda *sizes: received.append(sizes))
     assert made.keys() == read.keys()
     assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
     assert all(num_read == 0 for num_read, _ in received)
