@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
@@ -201,3 +202,9 @@ class PipelinePlan:
     def max_num_seqs(self) -> int:
         """Slots for running sequences, the same number in all stages."""
         return self.stages[0].max_num_seqs
+
+    def describe_memory(self) -> str:
+        """Return ``541 MiB of weights, up to 2 GiB of key/value cache (--kv-cache-memory)``: of all stages and expert actors."""
+        workers = (*self.stages, *(self.experts.actors if self.experts else ()))
+        weights, cache = sum(worker.weight_bytes for worker in workers), sum(stage.cache_bytes for stage in self.stages)
+        return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache (--kv-cache-memory)"

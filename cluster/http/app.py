@@ -35,7 +35,7 @@ from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
 from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, sse_events
-from tramontane.cluster.http.static_pages import docs_routes, ui_routes
+from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.body_bounds import check_elements, run_off_loop
@@ -44,7 +44,7 @@ from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
-from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, encode_and_free
+from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, Version, encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -123,7 +123,9 @@ class HttpApp:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
+            root_route(),
             *docs_routes(),
             *ui_routes(),
             Route("/experts", self.experts, methods=["GET", *(["POST"] if self._config.move_experts else [])]),
@@ -151,6 +153,10 @@ class HttpApp:
         if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
+
+    async def version(self, _request: Request) -> Response:
+        """Answer ``GET /version``."""
+        return JSONResponse(Version(version=version("tramontane")).as_json())
 
     async def experts(self, request: Request) -> Response:
         """Answer ``GET /experts`` with the measured load; ``POST /experts`` rebalances experts for the load in its body."""

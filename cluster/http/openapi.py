@@ -71,6 +71,7 @@ OPERATIONS: Operations = MappingProxyType(
             "The text of token ids", Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
         ),
         ("GET", "/health"): Operation("Whether tokens can be made now", responses.Health, (503,)),
+        ("GET", "/version"): Operation("Version of Tramontane", responses.Version),
         ("GET", "/experts"): Operation("Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)),
         ("POST", "/experts"): Operation(
             "Spread the experts by another load",

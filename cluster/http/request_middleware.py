@@ -14,7 +14,8 @@ from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Iden
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = {"/health"} | static_pages.UI_PATHS  # health checks have no key, nor has a browser that shows the form for it
+# Health checks have no key, nor has a browser that shows the form for it.
+PUBLIC_PATHS = {"/health"} | static_pages.PUBLIC_PATHS
 
 
 class AuthMiddleware:

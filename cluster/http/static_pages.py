@@ -1,4 +1,6 @@
-"""The pages ``/docs`` (Swagger UI over ``/openapi.json``) and ``/ui`` (a server at work). Browsers load nothing from elsewhere.
+"""The pages ``/docs`` (Swagger UI over ``/openapi.json``), ``/ui`` (a server at work), and ``/``, which names them.
+
+Browsers load nothing from elsewhere.
 
 The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server. What the page shows it
 requests with a key, as any client does.
@@ -11,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -52,7 +54,7 @@ UI_MEDIA_TYPES = {
 UI_ASSETS = {
     f"/ui/{path.name}": path for path in sorted(UI_FOLDER.iterdir()) if path.suffix in UI_MEDIA_TYPES and path.name != UI_PAGE
 }
-UI_PATHS = frozenset({"/ui", "/ui/", *UI_ASSETS})
+PUBLIC_PATHS = frozenset({"/", "/ui", "/ui/", *UI_ASSETS})
 UI_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -63,6 +65,18 @@ UI_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+
+
+def root_route() -> Route:
+    """Return the route of ``/``: a browser is led to ``/ui``, other clients get the paths where they find more."""
+    return _get("/", _root)
+
+
+async def _root(request: Request) -> Response:
+    headers = {"vary": "accept"}
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("ui", headers=headers)
+    return JSONResponse({"ui": "/ui", "docs": "/docs", "openapi": "/openapi.json", "health": "/health"}, headers=headers)
 
 
 def docs_routes() -> list[Route]:

@@ -130,7 +130,7 @@ async def _local_pipeline(
 ) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
     hardware = probe_local()
     plan = plan_pipeline(config, args, hardware)
-    report("loading the model")
+    report(f"loading the model, {plan.describe_memory()}")
     import torch  # only with --local are the stages in this process
 
     from tramontane.cluster.pipeline.local_chain import LocalStageChain

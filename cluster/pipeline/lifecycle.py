@@ -58,7 +58,7 @@ async def running_pipeline(
         raise LeaseError(f"the pipeline {spec.name} cannot be claimed: {ray_error_message(error)}") from error
     renewing = asyncio.create_task(renew_lease_forever(supervisor, holder))
     try:
-        report(f"loading {spec.describe_workers()}")
+        report(f"loading {spec.describe_workers()}, {spec.plan.describe_memory()}")
         with show_progress(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec, evict)
         chain = DirectStageChain if spec.link == "direct" else ObjectStoreStageChain

@@ -74,7 +74,8 @@ class ReadyInfo:
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
-            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; Ctrl-C stops it"
+            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; "
+            f"{self.url}/ui shows it at work, Ctrl-C stops it"
         )
 
 

@@ -207,6 +207,12 @@ class Health(Answer):
     status: Literal["ready"]
 
 
+class Version(Answer):
+    """Answer to ``GET /version``."""
+
+    version: str
+
+
 class ExpertTokens(Answer):
     """Number of tokens that each expert was given: one list per layer with one number per expert."""
 

@@ -10,7 +10,7 @@ import pytest
 from tramontane.cluster.cli import main as cli
 
 # What may stand above the complaint: how far the command had come.
-PROGRESS = re.compile(r"(checking the checkpoint|loading the model|starting Ray|joining Ray at \S+) \.\.\.")
+PROGRESS = re.compile(r"(checking the checkpoint|loading the model, .+|starting Ray|joining Ray at \S+) \.\.\.")
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ Shape letters: S slots, R pages of a ring, N rows of a cache, T tokens, G key/va
 single tokens, N pages.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -132,8 +134,9 @@ class LayerCache:
 
     @classmethod
     def zeros(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> "LayerCache":
-        """Allocate a cache of zeros, [N, G, d]."""
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        """Allocate a cache of zeros, [N, G, d]. On a CPU rows take memory from when they are first written."""
+        zeros = _untouched_zeros if device.type == "cpu" else torch.zeros
+        return cls(zeros(shape, dtype=dtype, device=device), zeros(shape, dtype=dtype, device=device))
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, of any shape. F.embedding copies each row in one piece, which indexing does not."""
@@ -145,6 +148,13 @@ class LayerCache:
         """Overwrite rows [T] with keys and values."""
         self.k_NGd.index_copy_(0, rows, k_TGd)
         self.v_NGd.index_copy_(0, rows, v_TGd)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in pages that the system maps to memory when they are written; ``torch.zeros`` would write them all."""
+    assert device.type == "cpu"
+    mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
 class RollingCache:

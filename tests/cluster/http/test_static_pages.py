@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -56,6 +57,29 @@ def test_nothing_else_is_open(path: str) -> None:
 def test_a_slash_leads_to_the_page() -> None:
     slash = _get("/ui/")
     assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://ingress/ui")
+
+
+@pytest.mark.parametrize("accept", ["text/html,application/xhtml+xml;q=0.9,*/*;q=0.8", "*/*", ""])
+def test_the_root_leads_a_browser_to_the_page_and_names_paths_to_others(accept: str) -> None:
+    root = _get("/", accept=accept)
+    assert root.headers["vary"] == "accept"
+    if "html" in accept:
+        assert (root.status_code, str(root.url.join(root.headers["location"]))) == (307, "http://ingress/ui")
+    else:
+        assert root.status_code == 200
+        assert root.json() == {"ui": "/ui", "docs": "/docs", "openapi": "/openapi.json", "health": "/health"}
+        assert {path: _get(path).status_code for path in root.json().values()} == {
+            "/ui": 200,
+            "/health": 200,
+            "/docs": 401,
+            "/openapi.json": 401,
+        }
+
+
+def test_the_version_needs_a_key_as_all_but_the_pages_do() -> None:
+    assert _get("/version").status_code == 401
+    answer = _get("/version", authorization="Bearer secret")
+    assert answer.json() == {"version": version("tramontane")}
 
 
 def test_all_that_a_file_names_is_there_and_small() -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -491,3 +492,17 @@ def test_the_scratch_slot_has_the_page_behind_the_last_one() -> None:
     stage = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
     plain, padded = (RollingCache(stage, torch.float32, CPU, has_scratch=has).layers[0].k_NGd for has in (False, True))
     assert len(padded) == len(plain) + stage.cache.page_size
+
+
+def test_rows_take_memory_on_a_processor_only_when_they_are_written() -> None:
+    rows, wanted = 2**19, 2**29  # 512 MiB of keys, and as much of values
+    before = psutil.Process().memory_info().rss
+    cache = LayerCache.zeros((rows, 2, 128), torch.float32, CPU)
+    assert cache.k_NGd.nbytes == cache.v_NGd.nbytes == wanted
+    assert not cache.k_NGd[:: rows // 8].any()
+    assert psutil.Process().memory_info().rss - before < wanted // 8
+    written = torch.arange(rows // 4)
+    cache.write(written, *(torch.ones(len(written), 2, 128),) * 2)
+    assert psutil.Process().memory_info().rss - before > wanted // 2
+    keys, values = cache.read(torch.tensor([0, rows // 4 - 1, rows // 4, rows - 1]))
+    assert keys[:, 0, 0].tolist() == values[:, 1, 127].tolist() == [1, 1, 0, 0]
