@@ -160,6 +160,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 is not available"),
         (["--host", ""], "error: --host is ''"),
         (["--served-model-name", ""], "error: --served-model-name is ''"),
+        (["--served-model-name", "a,,b"], "error: --served-model-name is 'a,,b'; it must be names, all different, with commas"),
+        (["--served-model-name", "a,b,a"], "error: --served-model-name is 'a,b,a'; it must be names, all different"),
     ):
         run = _run(home, *arguments)
         assert run.returncode == 2, run.stderr

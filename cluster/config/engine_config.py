@@ -44,8 +44,15 @@ class EngineConfig(
 
     @property
     def model_name(self) -> str:
-        """The name of the model in ``/v1/models``."""
-        return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
+        """The name of the model in answers; the first of those in ``/v1/models``."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names by which clients may call the model."""
+        if self.served_model_name is not None:
+            return tuple(name.strip() for name in self.served_model_name.split(","))
+        return ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name,)
 
     @property
     def max_pipelines(self) -> int:
@@ -110,6 +117,11 @@ class EngineConfig(
         """Raise ConfigError for values that are not allowed together."""
         if self.max_pipelines < self.replicas:
             raise ConfigError(f"--max-replicas is {self.max_replicas}; it must be at least --replicas, which is {self.replicas}")
+        names = self.model_names
+        if self.served_model_name is not None and (not all(names) or len(set(names)) < len(names)):
+            raise ConfigError(
+                f"--served-model-name is {self.served_model_name!r}; it must be names, all different, with commas between them"
+            )
         if self.local and self.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
         if self.local and self.link == "direct":

@@ -6,7 +6,7 @@ Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 
 from tramontane.cluster.config.key import (
     KeyGroup,
@@ -16,6 +16,7 @@ from tramontane.cluster.config.key import (
     SecretText,
     SmallInt,
     Text,
+    expand_home,
     key,
     parse_api_keys,
     parse_expert_memory,
@@ -41,7 +42,7 @@ class PipelineKeys(KeyGroup):
 
     title = "Pipeline"
 
-    model: Path = key(
+    model: Annotated[Path, AfterValidator(expand_home)] = key(
         DEMO_MODEL,
         "Checkpoint folder, the same path on every node; nothing is downloaded. "
         "With --load-format dummy it may also be the name of a published geometry.",
@@ -191,7 +192,7 @@ class ServingKeys(KeyGroup):
 
     title = "Serving"
 
-    served_model_name: Text | None = key(None, "What clients call the model.", unset="the folder's name; demo for the demo model")
+    served_model_name: Text | None = key(None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model")
     host: Text = key("127.0.0.1", "Address on which HTTP and gRPC listen.", in_serve_config=False)
     port: Annotated[int, Field(ge=1, le=65535)] = key(8000, "HTTP port.", in_serve_config=False)
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(

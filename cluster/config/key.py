@@ -107,6 +107,14 @@ def has_password(url: str) -> bool:
     return bool(PASSWORD.search(url))
 
 
+def expand_home(path: Path) -> Path:
+    """Return ``~/models/x`` below the user's home folder; as it is, if there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def absolute_database(url: SecretStr) -> SecretStr:
     """Return ``sqlite:///jobs.sqlite`` with the absolute path: three slashes and a path without one in front are relative."""
     text = url.get_secret_value()

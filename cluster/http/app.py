@@ -138,8 +138,9 @@ class HttpApp:
 
     async def model(self, request: Request) -> Response:
         """Answer ``GET /v1/models/{name}``."""
-        check_model_name(self._model, request.path_params["name"])
-        return JSONResponse(model_entry(self._model, self._started_at).as_json())
+        name = request.path_params["name"]
+        check_model_name(self._model, name)
+        return JSONResponse(model_entry(self._model, self._started_at, name).as_json())
 
     async def openapi(self, _request: Request) -> Response:
         """Answer ``GET /openapi.json``; the page is built for the first request, which few ingresses ever get."""

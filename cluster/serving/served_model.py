@@ -34,6 +34,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
         vocab_size=args.vocab_size,
         num_layers=args.n_layers if args.moe else 0,
         experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
+        aliases=config.model_names[1:],
     )
 
 

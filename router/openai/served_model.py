@@ -31,7 +31,13 @@ class ServedModel:
     vocab_size: int
     num_layers: int = 0  # 0 for a model without experts, as is the next
     experts_per_token: int = 0
+    aliases: tuple[str, ...] = ()  # by which clients may call it too; answers have ``name``
     counts: RequestStats = field(default_factory=RequestStats, compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that a request may give."""
+        return self.name, *self.aliases
 
 
 async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -69,16 +75,16 @@ class Model(Answer):
 
 
 class ModelList(Answer):
-    """The served model as a list of one."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-def model_entry(model: ServedModel, created: int) -> Model:
+def model_entry(model: ServedModel, created: int, name: str) -> Model:
     """Return the answer of ``GET /v1/models/{name}``."""
     return Model(
-        id=model.name,
+        id=name,
         object="model",
         created=created,
         owned_by="tramontane",
@@ -89,13 +95,14 @@ def model_entry(model: ServedModel, created: int) -> Model:
 
 def model_list(model: ServedModel, created: int) -> ModelList:
     """Return the answer of ``GET /v1/models``."""
-    return ModelList(object="list", data=[model_entry(model, created)])
+    return ModelList(object="list", data=[model_entry(model, created, name) for name in model.names])
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
     """Raise UnknownModelError if the client names another model."""
-    if name is not None and name != model.name:
-        raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {model.name!r}")
+    if name is not None and name not in model.names:
+        known = " or ".join(map(repr, model.names))
+        raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {known}")
 
 
 def validate_request(model: ServedModel, request: CompletionRequest) -> None:

@@ -1,7 +1,9 @@
 """The keys of the configuration: what each one has an effect on is a decision, and is repeated here."""
 
 from inspect import signature
+from pathlib import Path
 
+import pytest
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -13,6 +15,7 @@ from tramontane.cluster.deploy.planned_cluster import THREADS
 from tramontane.cluster.serving.app import DRAIN_S
 from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
 from tramontane.cluster.serving.server import DEFAULT_DRAIN_S
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.router.engine.router import Router
 
@@ -99,6 +102,24 @@ def test_defaults_elsewhere_are_those_of_the_keys() -> None:
     assert (spec.ping_pong, spec.placement_timeout_s) == (keys.ping_pong, keys.placement_timeout)
     assert signature(Router).parameters["step_timeout_s"].default == keys.step_timeout
     assert PipelineAutoscalingPolicy()._target_load == keys.target_load
+
+
+def test_a_model_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert EngineConfig.build(None, {"model": "~/models/x"}).model == tmp_path / "models/x"
+    assert EngineConfig.build(None, {"model": Path("~")}).model == tmp_path
+    assert EngineConfig.build(None, {"model": "~no-such-user/x"}).model == Path("~no-such-user/x")
+    assert EngineConfig.build(None, {"model": "a~"}).model == Path("a~")
+
+
+def test_the_first_name_of_a_model_is_that_of_its_answers() -> None:
+    config = EngineConfig.build(None, {"served_model_name": "a, b/c"})
+    assert (config.model_name, config.model_names) == ("a", ("a", "b/c"))
+    assert EngineConfig.build(None, {}).model_names == ("demo",)
+    assert EngineConfig.build(None, {"model": Path("/")}).model_names == ("",)
+    for wrong in ("a,", ",", "a,b,a", "a, a"):
+        with pytest.raises(ConfigError, match="it must be names, all different"):
+            EngineConfig.build(None, {"served_model_name": wrong})
 
 
 def test_texts_have_the_numbers_that_apply() -> None:

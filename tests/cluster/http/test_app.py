@@ -128,7 +128,8 @@ async def _harness(
     async def expert_load() -> MeasuredLoad:
         return harness.load
 
-    model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
+    numbers = (CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers)
+    model = ServedModel("tiny", tokenizer, *numbers, experts_per_token=2, aliases=("small", "org/tiny"))
     config = HttpAppConfig(
         model=model,
         source=router,
@@ -373,14 +374,32 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert response.status_code == 200
             listed = response.json()
             assert listed["object"] == "list"
-            [model] = listed["data"]
+            model, *others = listed["data"]
+            assert others == [model | {"id": "small"}, model | {"id": "org/tiny"}]
             assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
             assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
             assert isinstance(model["created"], int)
             assert (await harness.client.get("/v1/models/tiny")).json() == model
+            assert (await harness.client.get("/v1/models/org/tiny")).json() == others[1]
             unknown = await harness.client.get("/v1/models/gpt/4")
             assert unknown.status_code == 404
-            assert check_error(unknown.content)["code"] == "model_not_found"
+            error = check_error(unknown.content)
+            assert error["code"] == "model_not_found"
+            assert error["message"] == "the model 'gpt/4' does not exist; this server has 'tiny' or 'small' or 'org/tiny'"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "org/tiny", None])
+def test_a_request_may_give_each_name_and_answers_have_the_first(
+    chain: LocalStageChain, tokenizer: Tokenizer, name: str | None
+) -> None:
+    async def scenario() -> None:
+        async with _harness(chain, tokenizer) as harness:
+            body = {"prompt": [1, 2, 3], "max_tokens": 2} | ({} if name is None else {"model": name})
+            answer = await harness.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["model"] == "tiny"
 
     asyncio.run(scenario())
 
