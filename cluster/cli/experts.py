@@ -1,4 +1,4 @@
-"""``tramontane experts``: show, or rebalance, the expert load of a running server."""
+"""``tramontane experts``: show, or rebalance, the expert load of a running server, or show which experts texts choose."""
 
 import json
 import time
@@ -12,12 +12,14 @@ from typing import Annotated
 import httpx
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import Progress
 from rich.text import Text
 
 from tramontane.cluster.common.signals import until_interrupted
 from tramontane.cluster.config.measurements import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.charts import BUSIEST, busiest_summary, heat_map
+from tramontane.cluster.console.charts import BUSIEST, busiest_summary, check_plot_target, heat_map, save_figure
 from tramontane.cluster.console.charts import heat_legend as legend
+from tramontane.cluster.console.expert_domains import as_data, draw, fetch_choices, read_text, repetition_table
 from tramontane.cluster.console.options import flag, option
 from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers, make_client, request
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
@@ -36,17 +38,28 @@ def experts(
     adopt: Annotated[
         Path | None, option("--adopt", help="Redistribute the experts of the running server by this measured load.")
     ] = None,
+    of: Annotated[
+        list[Path] | None,
+        option("--of", help="Show the experts of this text instead; repeat it for texts of several kinds.", metavar="FILE"),
+    ] = None,
+    plot: Annotated[Path | None, option("--plot", help="With --of: write a figure, as PNG, SVG or PDF.", metavar="FILE")] = None,
     key: Key = None,
     key_file: KeyFile = None,
 ) -> None:
     """Show how the tokens of a running server are distributed over its experts."""
+    if of and (watch or adopt is not None):
+        raise ConfigError("--of computes texts, so --watch and --adopt cannot be used with it")
+    if plot is not None and not of:
+        raise ConfigError("--plot draws the experts of texts; give --of as well")
     if adopt is not None and (watch or as_json):
         raise ConfigError("--adopt changes the server, so --watch and --json cannot be used with it")
     if watch and as_json:
         raise ConfigError("--watch updates a terminal, so --json cannot be used with it")
     console = Console(highlight=False)
     with until_interrupted() if watch else nullcontext(), make_client(url, auth_headers(key, key_file)) as client:
-        if adopt is not None:
+        if of:
+            show_texts(client, console, of, plot, as_json=as_json)
+        elif adopt is not None:
             console.print(post_load(client, read_load(adopt, "--adopt")))
         elif watch:
             watch_load(client, console)
@@ -54,6 +67,29 @@ def experts(
             print(json.dumps(load_as_data(fetch_load(client).tokens)))
         else:
             console.print(totals(fetch_load(client), console.width))
+
+
+def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: Path | None, *, as_json: bool) -> None:
+    """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before anything is computed."""
+    if plot is not None:
+        check_plot_target(plot)
+    texts = {str(file): read_text(file) for file in files}
+    num_experts = [len(layer) for layer in fetch_load(client).tokens]
+    with Progress(console=Console(stderr=True, highlight=False), transient=True) as progress:
+        task = progress.add_task("computing the texts", total=None)
+        domains = fetch_choices(
+            client, texts, num_experts, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    if plot is not None:
+        save_figure(draw(domains), plot)
+    if as_json:
+        print(json.dumps(as_data(domains)))
+        return
+    for domain in domains:
+        shown = f"{domain.name}, {domain.num_tokens} tokens: % of each layer's choices, {BUSIEST} its busiest"
+        console.print(_title(shown), heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text())
+    console.print(legend(), Text(), _title("pairs of neighbouring tokens that have the same heaviest expert, or share any"))
+    console.print(repetition_table(domains))
 
 
 class NoExpertsError(ConfigError):
