@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 
 from tramontane.proto.errors import InvalidModelConfigError
@@ -24,13 +24,14 @@ class WeightFormat:
     """Format of a stage's weights. Norms have ``dtype``, like activations; matrices ``matrix_dtype``, or ``quantize``."""
 
     dtype: str
+    _: KW_ONLY
     stored: str  # dtype of the checkpoint's matrices
     quantize: Quantization | None = None
 
     @classmethod
     def as_stored(cls, dtype: str) -> "WeightFormat":
         """Return the format in which a checkpoint of this dtype has its weights."""
-        return cls(dtype, dtype)
+        return cls(dtype, stored=dtype)
 
     @property
     def matrix_dtype(self) -> str:

@@ -99,7 +99,7 @@ class ExpertPlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, self.args.dtype, self.quantize)
+        return WeightFormat(self.dtype, stored=self.args.dtype, quantize=self.quantize)
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """Return a plan with the same actors and these experts on them."""
@@ -144,7 +144,7 @@ class StagePlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, self.args.dtype, self.quantize)
+        return WeightFormat(self.dtype, stored=self.args.dtype, quantize=self.quantize)
 
     @property
     def layers(self) -> range:
@@ -203,8 +203,9 @@ class PipelinePlan:
         """Slots for running sequences, the same number in all stages."""
         return self.stages[0].max_num_seqs
 
-    def describe_memory(self) -> str:
-        """Return ``541 MiB of weights, up to 2 GiB of key/value cache (--kv-cache-memory)``: of all stages and expert actors."""
+    def describe_memory(self, num_pipelines: int = 1) -> str:
+        """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
         workers = (*self.stages, *(self.experts.actors if self.experts else ()))
-        weights, cache = sum(worker.weight_bytes for worker in workers), sum(stage.cache_bytes for stage in self.stages)
-        return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache (--kv-cache-memory)"
+        weights = num_pipelines * sum(worker.weight_bytes for worker in workers)
+        cache = max(stage.cache_bytes for stage in self.stages)
+        return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache per stage (--kv-cache-memory)"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.key import for_each_expert_actor
+from tramontane.cluster.config.key import expand_home, for_each_expert_actor
 from tramontane.cluster.config.measurements import per_expert
 from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, is_from_file, key_option, option, with_options
 from tramontane.cluster.planning.capacity import (
@@ -57,7 +57,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
-    args = resolve_model_args(model)
+    args = resolve_model_args(expand_home(model))  # a --config file may have ~
     settings = _settings(context)
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file

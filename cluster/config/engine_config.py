@@ -117,8 +117,7 @@ class EngineConfig(
         """Raise ConfigError for values that are not allowed together."""
         if self.max_pipelines < self.replicas:
             raise ConfigError(f"--max-replicas is {self.max_replicas}; it must be at least --replicas, which is {self.replicas}")
-        names = self.model_names
-        if self.served_model_name is not None and (not all(names) or len(set(names)) < len(names)):
+        if self.served_model_name is not None and (not all(names := self.model_names) or len(set(names)) < len(names)):
             raise ConfigError(
                 f"--served-model-name is {self.served_model_name!r}; it must be names, all different, with commas between them"
             )

@@ -1,4 +1,4 @@
-"""Which experts a running server chooses for texts of several kinds, and how often neighbouring tokens share one.
+"""Which experts a running server chooses for texts of several kinds, and how often consecutive tokens share one.
 
 The shares by kind of text are figure 7 of the Mixtral paper (arXiv 2401.04088), the repetitions its table 5.
 """
@@ -36,7 +36,7 @@ class DomainChoices:
     name: str
     num_tokens: int
     tokens: ExpertLoad  # by layer and expert
-    num_pairs: int  # of neighbouring tokens
+    num_pairs: int  # of consecutive tokens
     first_repeated: tuple[int, ...]  # by layer: pairs whose heaviest expert is the same
     any_repeated: tuple[int, ...]  # by layer: pairs that share an expert
 
@@ -153,7 +153,7 @@ def num_chosen(domain: DomainChoices) -> int:
 
 
 def repetition_table(domains: Sequence[DomainChoices]) -> Table:
-    """Render how often neighbouring tokens share experts: a row for each layer, and one for chance."""
+    """Render how often consecutive tokens share experts: a row for each layer, and one for chance."""
     table = Table("layer", *(f"{domain.name}: {kind}" for domain in domains for kind in ("heaviest", "any")))
     for layer in range(len(domains[0].tokens)):
         shares = (count[layer] / max(d.num_pairs, 1) for d in domains for count in (d.first_repeated, d.any_repeated))

@@ -62,7 +62,7 @@ OPERATIONS: Operations = MappingProxyType(
         ("POST", "/v1/chat/completions"): Operation(
             "Answer in a conversation", responses.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
         ),
-        ("GET", "/v1/models"): Operation("The model that is served, as a list", ModelList),
+        ("GET", "/v1/models"): Operation("The model that is served, once for each of its names", ModelList),
         ("GET", "/v1/models/{name}"): Operation("The model that is served", Model, (404,)),
         ("POST", "/tokenize"): Operation(
             "Token ids of a text or a conversation", Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}

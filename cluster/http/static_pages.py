@@ -68,15 +68,15 @@ UI_HEADERS = {
 
 
 def root_route() -> Route:
-    """Return the route of ``/``: a browser is led to ``/ui``, other clients get the paths where they find more."""
+    """Return the route of ``/``: a browser is led to ``/ui``, other clients get paths, relative to it, where they find more."""
     return _get("/", _root)
 
 
 async def _root(request: Request) -> Response:
-    headers = {"vary": "accept"}
-    if "text/html" in request.headers.get("accept", ""):
+    headers = {"vary": "accept", "x-content-type-options": "nosniff"}
+    if "text/html" in request.headers.get("accept", "").lower():
         return RedirectResponse("ui", headers=headers)
-    return JSONResponse({"ui": "/ui", "docs": "/docs", "openapi": "/openapi.json", "health": "/health"}, headers=headers)
+    return JSONResponse({"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"}, headers=headers)
 
 
 def docs_routes() -> list[Route]:

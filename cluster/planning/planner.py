@@ -173,7 +173,7 @@ class _StageFootprint:
         return self.weight_bytes(span) + max(self.sequence_bytes(span), self._request.kv_cache_memory or 0)
 
     def _num_bytes(self, *specs: TensorSpec) -> int:
-        weights = WeightFormat(self._request.dtype, self._args.dtype, self._request.quantize)
+        weights = WeightFormat(self._request.dtype, stored=self._args.dtype, quantize=self._request.quantize)
         return sum(spec.num_bytes(weights) for spec in specs)
 
 

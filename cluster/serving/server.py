@@ -62,6 +62,7 @@ class ReadyInfo:
         """Return the line that announces it, as JSON if the configuration says so."""
         if self.config.json_output:
             fields = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
+            fields["ui"] = f"{self.url}/ui"
             numbers = {
                 "replicas": self.config.replicas,
                 "max_replicas": self.config.max_pipelines,
@@ -130,7 +131,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
     with local_ray_cluster(num_cpus=config.max_pipelines * spec.num_workers * spec.threads_per_stage):
         report("starting Ray Serve")
         _start_serve(config)
-        report(f"loading {spec.describe_workers(config.replicas)}")
+        report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
         with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
@@ -158,7 +159,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
-            report(f"loading {spec.describe_workers(config.replicas)}")
+            report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
             with send_heartbeats(_supervisors):
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)

@@ -111,7 +111,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     found, args = Checkpoint(folder), read_model_args(folder)
     specs = largest_first(stage_tensors(args, range(args.n_layers), found.layout))
     dtype, quantize = TARGETS[target]
-    weights = WeightFormat(dtype, args.dtype, quantize)
+    weights = WeightFormat(dtype, stored=args.dtype, quantize=quantize)
     state: dict[str, Tensor] = {}
     _reset_memory_stats(device)
     before, read_before, started = _in_use(device), read_from_disk(), time.perf_counter()

@@ -10,7 +10,8 @@ import pytest
 from tramontane.cluster.cli import main as cli
 
 # What may stand above the complaint: how far the command had come.
-PROGRESS = re.compile(r"(checking the checkpoint|loading the model, .+|starting Ray|joining Ray at \S+) \.\.\.")
+MEMORY = r"\S+ \S+ of weights, up to \S+ \S+ of key/value cache per stage \(--kv-cache-memory\)"
+PROGRESS = re.compile(rf"(checking the checkpoint|loading the model, {MEMORY}|starting Ray|joining Ray at \S+) \.\.\.")
 
 
 @pytest.fixture

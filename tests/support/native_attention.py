@@ -16,9 +16,9 @@ from tramontane.workers.attention.native_backend import NO_WINDOW, NativeDecode,
 from tramontane.workers.attention.rolling_cache import LayerCache
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # relative, by norms: the rounding of the result
-# Vectors of 4 numbers, and what is written for AVX-512, with its instructions in plain C.
+# Vectors of 4 numbers, of 8 with and without the instructions of AVX2, and what is written for AVX-512, with those in plain C.
 AVX512 = f"-I{shlex.quote(str(Path(__file__).with_name('avx512')))} -D__AVX512F__"
-_OPTIONS = {"SSE": "-mno-avx", "AVX-512": AVX512}
+_OPTIONS = {"SSE": "-mno-avx", "AVX": "-mavx -mno-avx2", "AVX2": "-mavx2 -mfma -mf16c -mno-avx512f", "AVX-512": AVX512}
 # By name: compiler options and dtype.
 OTHER_PROCESSORS = {f"{name} {dtype}": (options, dtype) for name, options in _OPTIONS.items() for dtype in TOLERANCE}
 OTHER_PROCESSORS["AVX-512 with products of bfloat16"] = (f"{AVX512} -D__AVX512BF16__", "bfloat16")

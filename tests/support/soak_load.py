@@ -48,7 +48,7 @@ MISTAKES: list[tuple[str, str, bytes, int]] = [
     ("GET", "/v1/nothing/of/the/kind", b"", 404),
     ("DELETE", COMPLETIONS, b"", 405),
 ]
-GET_PATHS = ("/health", "/v1/models", "/experts", "/openapi.json")
+GET_PATHS = ("/", "/health", "/version", "/v1/models", "/experts", "/openapi.json")
 ENDED = {"stop", "length"}
 
 

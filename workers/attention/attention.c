@@ -11,13 +11,14 @@
 
 #include "transpose.h"
 
-#define LINE 64                                // bytes that come from memory together
+#define LINE 64                                // bytes of a cache line
 #define LOWEST -3.4028235e38f                  // a score that no other is below, and finite
 #define HEAD_UNITS UNITS(HEAD_DIM)             // of a query or key
 #define BLOCK_UNITS UNITS(COLUMNS)             // of the weights of a block's keys
 #define PANELS ((HEAD_DIM + COLUMNS - 1) / COLUMNS) // of a head's values
 #define MOST_TOKENS (GROUP < 128 ? 128 / GROUP : 1) // whose queries are a unit of work
 #define MOST_ROWS (MOST_TOKENS * GROUP)
+_Static_assert(HEAD_DIM % STEP == 0, "no unit of a head is incomplete");
 
 // Where the keys and values of a sequence are. The key of position p is in row p - first, or if there are pages in row
 // p % PAGE of page pages[p / PAGE - first / PAGE]. Rows are key_stride and value_stride elements apart.
@@ -28,7 +29,8 @@ struct source {
 };
 
 // The queries of consecutive tokens for one key/value head, row by row: the GROUP queries of the first token, those of the second.
-// `sums` are the sums of the weights e^(score - highest) of every LANES-th key, `out` those of the values with these weights.
+// sums[r][l] is the sum of the weights e^(score - highest) of the keys in lane l of a block, `out` has those of the values with these
+// weights.
 struct rows {
     unit queries[MOST_ROWS][HEAD_UNITS];
     float highest[MOST_ROWS], sums[MOST_ROWS][LANES];
@@ -62,9 +64,9 @@ static void locate(struct pointers *to, const struct source *from, int64_t begin
     }
 }
 
-// Requests part `part` of `parts` of a block's keys or values from memory. Between the products of the block before it: more requests
-// at once than a core can have under way would make it wait.
-static inline void request(const element *const rows[COLUMNS], int64_t part, int64_t parts) {
+// Prefetches part `part` of `parts` of a block's keys or values. It is called between the products of the block before: a core waits
+// if more lines are on their way than it can keep account of.
+static inline void prefetch(const element *const rows[COLUMNS], int64_t part, int64_t parts) {
     const int64_t lines = COLUMNS * ((sizeof(element[HEAD_DIM]) + LINE - 1) / LINE);
     for (int64_t i = part * lines / parts; i < (part + 1) * lines / parts; i++)
         __builtin_prefetch((const char *)rows[i % COLUMNS] + i / COLUMNS * LINE);
@@ -138,7 +140,8 @@ static inline void add_products(int64_t rows, floats sums[][2], const unit *inpu
     }
 }
 
-// Adds a block of keys from position `begin` on to `count` rows from `row` on. Row 0 belongs to the token at `position`.
+// Adds a block of keys from position `begin` on to `count` rows from `row` on. Row 0 belongs to the token at `position`. The block
+// `next` is prefetched, if it is given.
 static void add_block(struct rows *own, const struct block *block, int64_t row, int64_t count, int64_t begin, int64_t position,
                       int64_t window, const struct pointers *next) {
     floats scores[ROWS][2];
@@ -153,11 +156,10 @@ static void add_block(struct rows *own, const struct block *block, int64_t row, 
         factors[i] = weigh((const float *)scores[i], (part *)weights[i], from < COLUMNS ? from : COLUMNS, to,
                            own->highest + row + i, own->sums[row + i]);
         changed |= factors[i] != 1;
-        if (row + i < GROUP) request(next->keys, row + i, GROUP);
     }
     for (int64_t panel = 0; panel < PANELS; panel++) {
         floats(*out)[2] = own->out[panel] + row;
-        if (row == 0) request(next->values, panel, PANELS);
+        if (next) prefetch(next->keys, panel, PANELS), prefetch(next->values, panel, PANELS);
         for (int64_t i = 0; changed && i < count; i++) out[i][0] *= factors[i], out[i][1] *= factors[i];
         add_products(count, out, weights[0], BLOCK_UNITS, block->values + panel * BLOCK_UNITS * COLUMNS * STEP, BLOCK_UNITS);
     }
@@ -190,11 +192,14 @@ static __attribute__((noinline, noclone)) int attend(const struct source *from, 
         locate(&pointers[!number], from, begin + COLUMNS, oldest, position + tokens);
         load_block(&block, &pointers[number]);
         if (tokens > 1 && !has_finite_values(&block)) return 0;
+        const struct pointers *next = &pointers[!number]; // for the first tile that sees this block
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = tile * rows / tiles, count = (tile + 1) * rows / tiles - row;
             const int64_t last = position + (row + count - 1) / GROUP;
             const int is_seen = begin <= last && begin + COLUMNS > position + row / GROUP - window + 1;
-            if (is_seen) add_block(&own, &block, row, count, begin, position, window, &pointers[!number]);
+            if (!is_seen) continue;
+            add_block(&own, &block, row, count, begin, position, window, next);
+            next = 0;
         }
     }
     for (int64_t row = 0; row < rows; row++) {

@@ -135,8 +135,9 @@ class LayerCache:
     @classmethod
     def zeros(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> "LayerCache":
         """Allocate a cache of zeros, [N, G, d]. On a CPU rows take memory from when they are first written."""
-        zeros = _untouched_zeros if device.type == "cpu" else torch.zeros
-        return cls(zeros(shape, dtype=dtype, device=device), zeros(shape, dtype=dtype, device=device))
+        if device.type == "cpu":
+            return cls(_untouched_zeros(shape, dtype), _untouched_zeros(shape, dtype))
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, of any shape. F.embedding copies each row in one piece, which indexing does not."""
@@ -150,9 +151,8 @@ class LayerCache:
         self.v_NGd.index_copy_(0, rows, v_TGd)
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in pages that the system maps to memory when they are written; ``torch.zeros`` would write them all."""
-    assert device.type == "cpu"
     mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapped, dtype=dtype).view(shape)
 

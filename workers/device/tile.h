@@ -83,8 +83,8 @@ static inline __attribute__((always_inline)) void read_parts(const void *weights
 }
 
 // Adds to the sums [rows][2] of one panel [units][COLUMNS][STEP], of numbers that have `size` bytes and that `read` reads. The input
-// of row r and unit i is inputs[r * row_stride + i * unit_stride]. For every unit `stride` bytes are requested from memory, from
-// `ahead` on.
+// of row r and unit i is inputs[r * row_stride + i * unit_stride]. For every unit a line is prefetched, `stride` bytes after
+// the one before, from `ahead` on.
 static inline __attribute__((always_inline)) void add_products_of(const int rows, vector sums[][2], const unit *inputs,
                                                                   int64_t row_stride, int64_t unit_stride, const void *panel,
                                                                   const int64_t size, const reader read, int64_t units,

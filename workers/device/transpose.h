@@ -1,5 +1,5 @@
-// Writes rows of elements as a panel of the inner loop of products: COLUMNS rows of `numbers` elements become the columns of
-// [units][COLUMNS][STEP].
+// Writes rows of elements as a panel of the inner loop of products: COLUMNS rows of `numbers` elements, whole units, become the
+// columns of [units][COLUMNS][STEP].
 
 #include "tile.h"
 
@@ -75,9 +75,9 @@ static inline void transpose_rows(part *to, const element *const rows[COLUMNS], 
         for (int column = 0; column < COLUMNS; column++) to[i * COLUMNS + column] = widen(rows[column][i]);
 }
 #else
+_Static_assert(STEP == 1, "processors with units of two numbers have AVX-512");
 static inline void transpose_rows(part *to, const element *const rows[COLUMNS], const int numbers) {
     for (int i = 0; i < numbers; i++)
-        for (int column = 0; column < COLUMNS; column++)
-            to[(i / STEP * COLUMNS + column) * STEP + i % STEP] = element_to_part(rows[column][i]);
+        for (int column = 0; column < COLUMNS; column++) to[i * COLUMNS + column] = widen(rows[column][i]);
 }
 #endif

@@ -39,7 +39,7 @@ typedef element number;
 // So many units of a panel are converted once, and multiplied by all rows of the block, before the next: they remain in the
 // second-level cache. Numbers that are not converted once are multiplied a panel at a time.
 #define CHUNK_UNITS ((1 << 16) / (COLUMNS * STEP * (int64_t)sizeof(part)))
-#define AHEAD_BYTES 2048 // how far ahead weights are requested from memory if they are used only once
+#define AHEAD_BYTES 2048 // how far ahead weights are prefetched if they are used only once
 
 #if defined(INTEGERS)
 #define WITH_OFFSET(x) (number)((x) + OFFSET)
@@ -71,8 +71,7 @@ static inline int64_t place(int64_t column) { return IS_PAIRED ? column % LANES 
 int64_t position(int64_t column) { return place(column); } // calls of an exported function are never inlined
 
 // Some rows of a matrix, [rows][inputs], whose first is row `first` of `outputs`, to packed [panels][units][COLUMNS][STEP], in which
-// columns have their `place`. The last
-// unit, and with the last row the last panel, get zeros where there is no weight.
+// columns have their `place`. The last unit, and with the last row the last panel, get zeros where there is no weight.
 void pack(const number *weight, number *packed, int64_t first, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     const int64_t units = UNITS(inputs), size = units * COLUMNS * STEP, last = first + rows;
     const int64_t end = last == outputs ? (outputs + COLUMNS - 1) / COLUMNS * COLUMNS : last;
@@ -255,14 +254,14 @@ static void store(vector sums[][2], element *y, const float *scales, const struc
 }
 
 // x [rows][inputs], packed weights, scales [outputs] or null, y [rows][outputs]. Rows are cut into tiles of about equal size: 32
-// into 11, 11 and 10. Returns 0, without a result, if there is no memory.
+// into 11, 11 and 10. Returns 0 if there is no memory; y is incomplete then.
 int64_t multiply(const element *x, const number *packed, const float *scales, element *y, int64_t rows, int64_t outputs,
                  int64_t inputs, int threads) {
     const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, units = UNITS(inputs), width = COLUMNS * STEP;
     const int64_t most = block_rows(inputs);
     struct row row[BLOCK_ROWS];
     unit *block = malloc((rows < most ? rows : most) * units * sizeof(unit));
-    if (!block) return 0;
+    if (!block && rows) return 0;
 #pragma omp parallel num_threads(threads)
     for (int64_t begin = 0; begin < rows; begin += most) {
         const int64_t count = rows - begin < most ? rows - begin : most, tiles = (count + ROWS - 1) / ROWS;
@@ -271,7 +270,7 @@ int64_t multiply(const element *x, const number *packed, const float *scales, el
             const int64_t first = tile * count / tiles, own = (tile + 1) * count / tiles - first;
             pack_tile(x + (begin + first) * inputs, block + first * units, row + first, own, inputs);
         }
-        // While a chunk is multiplied by the tiles, each of them requests its part of the same chunk of the next panel from memory.
+        // While a chunk is multiplied by the tiles, each of them prefetches its part of the same chunk of the next panel.
         const int64_t stride = (width * (int64_t)sizeof(number) + tiles - 1) / tiles;
         const int is_converted = tiles > DIRECT_TILES;
         const int64_t distance = tiles == 1 ? AHEAD_BYTES : units * width * (int64_t)sizeof(number);
@@ -298,8 +297,8 @@ int64_t multiply(const element *x, const number *packed, const float *scales, el
     return 1;
 }
 
-// Consecutive groups of rows, each times weights of its own: packed and scales [groups]; group i ends before row ends[i]. Returns 0,
-// without a result, if there is no memory.
+// Consecutive groups of rows, each times weights of its own: packed and scales [groups]; group i ends before row ends[i]. Returns 0
+// if there is no memory; y is incomplete then.
 int64_t multiply_groups(const element *x, const number *const *packed, const float *const *scales, element *y,
                         const int64_t *ends, int64_t groups, int64_t outputs, int64_t inputs, int threads) {
     for (int64_t group = 0, row = 0; group < groups; row = ends[group++]) {

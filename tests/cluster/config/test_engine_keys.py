@@ -116,7 +116,6 @@ def test_the_first_name_of_a_model_is_that_of_its_answers() -> None:
     config = EngineConfig.build(None, {"served_model_name": "a, b/c"})
     assert (config.model_name, config.model_names) == ("a", ("a", "b/c"))
     assert EngineConfig.build(None, {}).model_names == ("demo",)
-    assert EngineConfig.build(None, {"model": Path("/")}).model_names == ("",)
     for wrong in ("a,", ",", "a,b,a", "a, a"):
         with pytest.raises(ConfigError, match="it must be names, all different"):
             EngineConfig.build(None, {"served_model_name": wrong})

@@ -32,7 +32,7 @@ from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.openapi import Operation
-from tramontane.cluster.http.static_pages import docs_routes, ui_routes
+from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.engine.activity_log import PipelineActivity
@@ -195,7 +195,7 @@ def test_every_route_is_described() -> None:
     there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
     routes = [route for route in http_app_for(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
     taken = {(method, route.path_format) for route in routes for method in (route.methods or set()) - {"HEAD"}}
-    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [*docs_routes(), *ui_routes()])}
+    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [root_route(), *docs_routes(), *ui_routes()])}
     assert taken - of_the_page == there
     assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
     assert "post" not in _get("/openapi.json").json()["paths"]["/experts"]

@@ -59,21 +59,17 @@ def test_a_slash_leads_to_the_page() -> None:
     assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://ingress/ui")
 
 
-@pytest.mark.parametrize("accept", ["text/html,application/xhtml+xml;q=0.9,*/*;q=0.8", "*/*", ""])
+@pytest.mark.parametrize("accept", ["Text/HTML", "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8", "*/*", ""])
 def test_the_root_leads_a_browser_to_the_page_and_names_paths_to_others(accept: str) -> None:
     root = _get("/", accept=accept)
     assert root.headers["vary"] == "accept"
-    if "html" in accept:
+    if "html" in accept.lower():
         assert (root.status_code, str(root.url.join(root.headers["location"]))) == (307, "http://ingress/ui")
     else:
         assert root.status_code == 200
-        assert root.json() == {"ui": "/ui", "docs": "/docs", "openapi": "/openapi.json", "health": "/health"}
-        assert {path: _get(path).status_code for path in root.json().values()} == {
-            "/ui": 200,
-            "/health": 200,
-            "/docs": 401,
-            "/openapi.json": 401,
-        }
+        assert root.json() == {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"}
+        answers = {path: _get(f"/{path}").status_code for path in root.json().values()}
+        assert answers == {"ui": 200, "health": 200, "docs": 401, "openapi.json": 401}
 
 
 def test_the_version_needs_a_key_as_all_but_the_pages_do() -> None:

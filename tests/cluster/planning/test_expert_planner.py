@@ -31,7 +31,7 @@ def _ids(args: ModelArgs) -> list[ExpertId]:
 
 
 def _size(args: ModelArgs, dtype: str, quantize: Quantization | None = None) -> int:
-    return sum(spec.num_bytes(WeightFormat(dtype, args.dtype, quantize)) for spec in expert_tensors(args, 0, 0))
+    return sum(spec.num_bytes(WeightFormat(dtype, stored=args.dtype, quantize=quantize)) for spec in expert_tensors(args, 0, 0))
 
 
 def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
@@ -147,7 +147,7 @@ def test_a_quantized_expert_takes_less(quantize: Quantization) -> None:
         plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16"))
     plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(budgets, "bfloat16", quantize))
     experts = {spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)}
-    weights = WeightFormat("bfloat16", "bfloat16", quantize)
+    weights = WeightFormat("bfloat16", stored="bfloat16", quantize=quantize)
     of_all = (spec for spec in stage_tensors(MIXTRAL_8X22B, range(56)) if spec.name in experts)
     assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes(weights) for s in of_all)
 

@@ -526,7 +526,7 @@ def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
 
 
 def _memory(router: dict[str, Any], ingress: dict[str, Any]) -> dict[str, int]:
-    """Bytes of every process that works on requests; stages made their page pools when they were loaded."""
+    """Bytes of every process that works on requests; pages of the stages' caches, which are small, stay once they are used."""
     stages = {stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]}
     return {"the router": router["rss"], "the ingress": ingress["rss"], **stages}
 

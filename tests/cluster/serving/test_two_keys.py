@@ -86,7 +86,7 @@ def test_nothing_of_one_key_is_there_for_another() -> None:
         assert len(files) == 3, "the input and the errors of two: a prompt is no number"
         _check_unknown(bert, jobs, files)
         _check_unknown_over_grpc(grpc_bert, jobs)
-        for path in ("/activity", "/experts", "/openapi.json", "/v1/models", "/ui", "/health"):
+        for path in ("/activity", "/experts", "/openapi.json", "/v1/models", "/ui", "/health", "/", "/version"):
             text = bert.get(path, follow_redirects=True).text
             assert not [name for name in jobs | files if name in text]
         own = {_create(bert, _upload(bert, requests(3))).json()["id"]}

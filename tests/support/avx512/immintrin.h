@@ -1,4 +1,4 @@
-// The AVX-512 instructions that tile.h and attention.c use, in plain C: their code for such processors then runs on any other.
+// The AVX-512 instructions that tile.h, transpose.h and packed_matmul.c use, in plain C: their code for such processors then runs on any other.
 
 #include <stdint.h>
 #include <string.h>

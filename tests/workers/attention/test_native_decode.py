@@ -14,6 +14,7 @@ from tramontane.workers.attention.sdpa_backend import PagedDecode
 pytestmark = pytest.mark.usefixtures("compiler")
 CPU = torch.device("cpu")
 MAX_LEN = 320
+GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((8, 1), 128), ((2, 2), 2), ((2, 1), 34)]
 # Positions at the borders of pages and windows, and in any order.
 STARTS = [0, 1, 15, 16, 17, 63, 64, 299, 31, 128, 5]
 
@@ -55,7 +56,7 @@ def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 64, 3, 20])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((8, 1), 128)])
+@pytest.mark.parametrize(("heads", "head_dim"), GEOMETRIES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
     window: int | None, page_size: int, heads: tuple[int, int], head_dim: int, dtype: str

@@ -10,7 +10,7 @@ from tramontane.workers.attention.metadata import PrefillMetadata
 
 pytestmark = pytest.mark.usefixtures("compiler")
 WINDOWS = [None, 1, 3, 20, 64]
-GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((5, 1), 8), ((8, 1), 128), ((2, 2), 64)]
+GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((5, 1), 8), ((8, 1), 128), ((2, 2), 64), ((2, 1), 34), ((4, 2), 2)]
 # (start, tokens): first and later ones, shorter and longer than windows, blocks of keys and the 128 queries of a unit of work
 CHUNKS = [(0, 5), (0, 150), (7, 2), (40, 25), (100, 129), (300, 33)]
 
@@ -49,7 +49,7 @@ def test_it_agrees_with_the_definition_in_float64(window: int | None, heads: tup
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((2, 1), 34)])
 def test_vectors_of_other_processors_agree_with_it_too(
     other_processor: str, window: int | None, heads: tuple[int, int], head_dim: int
 ) -> None:
@@ -94,6 +94,18 @@ def test_a_key_or_value_that_is_nan_changes_what_sees_it_and_nothing_else(dtype:
 @pytest.mark.parametrize("window", [None, 20])
 def test_nor_does_it_with_vectors_of_other_processors(other_processor: str, window: int | None) -> None:
     _assert_broken_where_seen(other_processor, window, 70)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_nor_does_it_in_a_chunk_of_two_tokens(dtype: str) -> None:
+    index = prefill_index([(148, 2)], None)
+    q, k, v = _inputs(index, (6, 2), 20, dtype)
+    right = prefill(q, k, v, index)
+    v[149, 1, 3] = torch.inf  # which only the second sees
+    out = prefill(q, k, v, index)
+    assert torch.equal(out[0], right[0])
+    assert torch.equal(out[1, :3], right[1, :3])
+    assert not out[1, 3:].isfinite().all(dim=1).any()
 
 
 def _assert_broken_where_seen(dtype: str, window: int | None, broken: int) -> None:

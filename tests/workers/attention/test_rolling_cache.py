@@ -503,6 +503,6 @@ def test_rows_take_memory_on_a_processor_only_when_they_are_written() -> None:
     assert psutil.Process().memory_info().rss - before < wanted // 8
     written = torch.arange(rows // 4)
     cache.write(written, *(torch.ones(len(written), 2, 128),) * 2)
-    assert psutil.Process().memory_info().rss - before > wanted // 2
+    assert wanted // 8 * 3 < psutil.Process().memory_info().rss - before < wanted // 8 * 6
     keys, values = cache.read(torch.tensor([0, rows // 4 - 1, rows // 4, rows - 1]))
     assert keys[:, 0, 0].tolist() == values[:, 1, 127].tolist() == [1, 1, 0, 0]

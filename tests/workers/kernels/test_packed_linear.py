@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from native_attention import AVX512
@@ -87,6 +88,24 @@ def test_more_rows_than_a_block_has(matmul: PackedMatmul, num_inputs: int) -> No
     for num_tokens in (block_rows - 1, block_rows, block_rows + 1, 2 * block_rows + 5):
         x_TK = _random(num_tokens, num_inputs, seed=1).to(matmul.dtype)
         _assert_is_product(matmul.multiply(x_TK, packed_PUCS, 37, scale_N), x_TK, weight_NK, scale_N)
+
+
+def test_memory_of_a_block_is_freed_and_its_lack_is_an_error(matmul: PackedMatmul, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_NK, scale_N, before = _weight(matmul, 3, 4096), _scale(matmul, 3), 0
+    packed_PUCS, x_TK = matmul.pack(weight_NK), _random(128, 4096, seed=1).to(matmul.dtype)
+    for number in range(200):  # of 1 or 2 MiB each
+        matmul.multiply(x_TK, packed_PUCS, 3, scale_N)
+        if number == 50:
+            before = psutil.Process().memory_info().rss
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    assert matmul.multiply(x_TK[:0], packed_PUCS, 3, scale_N).shape == (0, 3)
+    layer = PackedLinear(matmul, Linear(4096, 3))
+    for name in ("_multiply", "_multiply_groups"):
+        monkeypatch.setattr(matmul, name, lambda *_: 0)
+    with pytest.raises(MemoryError, match="there is no memory for the inputs of a matrix product"):
+        matmul.multiply(x_TK, packed_PUCS, 3, scale_N)
+    with pytest.raises(MemoryError, match="there is no memory for the inputs of a matrix product"):
+        matmul.multiply_groups(x_TK, [layer], [128])
 
 
 def test_blocks_are_whole_tiles_that_the_cache_holds(matmul: PackedMatmul) -> None:

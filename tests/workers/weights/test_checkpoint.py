@@ -82,7 +82,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
         _shard(folder)
     for use in (
         lambda: Checkpoint(folder).check(ARGS),
-        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), WeightFormat("float32", "float32"), "cpu"),
+        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), WeightFormat("float32", stored="float32"), "cpu"),
     ):
         message = _refused(use)
         assert f"lacks the tensor {K_PROJ}" in message
@@ -181,7 +181,7 @@ def test_matrices_are_packed_while_they_are_read(
     plan = tiny_plan(args, dtype="bfloat16").stages[0]
     monkeypatch.setattr(tensor_specs, "MAX_CHUNK_ELEMENTS", 500)
     load = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
-    expected = load(partial(stage_tensors, args, range(3)), weights=WeightFormat("bfloat16", "float32"), device="cpu")
+    expected = load(partial(stage_tensors, args, range(3)), weights=WeightFormat("bfloat16", stored="float32"), device="cpu")
     pieces: list[weakref.ref[torch.Tensor]] = []
     pack_rows = PackedMatmul.pack_rows
 
@@ -205,7 +205,7 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     dtype = getattr(torch, stored)
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
     assert Checkpoint(folder).check(DENSE) == stored
-    state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted, wanted), "cpu")
+    state = Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), WeightFormat(wanted, stored=wanted), "cpu")
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -261,7 +261,9 @@ def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: M
     """Every tensor in its rows, every row of every parameter one tensor's."""
     folder = write_checkpoint(tmp_path / "model", args)
     stored = load_file(folder / SINGLE_NAME)
-    state = Checkpoint(folder).load(partial(stage_tensors, args, range(3)), WeightFormat("float32", "float32", quantize), "cpu")
+    state = Checkpoint(folder).load(
+        partial(stage_tensors, args, range(3)), WeightFormat("float32", stored="float32", quantize=quantize), "cpu"
+    )
     owned = {name: torch.zeros(len(tensor)) for name, tensor in state.items()}
     for spec in _specs(args):
         held, owner = state[spec.parameter][spec.rows].float(), owned[spec.parameter]

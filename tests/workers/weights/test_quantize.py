@@ -244,9 +244,9 @@ def test_random_weights_can_be_quantized_as_they_are_made(quantize: Quantization
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [made], WeightFormat("bfloat16", "bfloat16", quantize), "cpu", {})
+        load_tensor(state, spec, [made], WeightFormat("bfloat16", stored="bfloat16", quantize=quantize), "cpu", {})
         held = sum(tensor[spec.rows].nbytes for tensor in state.values())
-        assert held == spec.num_bytes(WeightFormat("bfloat16", "bfloat16", quantize))
+        assert held == spec.num_bytes(WeightFormat("bfloat16", stored="bfloat16", quantize=quantize))
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
 
 
@@ -255,7 +255,7 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, *Quantization):
         state: dict[str, torch.Tensor] = {}
-        load_tensor(state, spec, [stored], WeightFormat("float32", "bfloat16", wanted), "cpu", {})
+        load_tensor(state, spec, [stored], WeightFormat("float32", stored="bfloat16", quantize=wanted), "cpu", {})
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]

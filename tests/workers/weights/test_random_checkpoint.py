@@ -25,7 +25,7 @@ MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe
 
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
-    layers, weights = range(args.n_layers), WeightFormat("float32", args.dtype)
+    layers, weights = range(args.n_layers), WeightFormat("float32", stored=args.dtype)
     made = random_state(partial(stage_tensors, args, layers), weights, "cpu")
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, args, layout)
@@ -45,7 +45,7 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
 ) -> None:
     args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    weights = WeightFormat(dtype, args.dtype, quantize)
+    weights = WeightFormat(dtype, stored=args.dtype, quantize=quantize)
     read = Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), weights, "cpu")
     received: list[tuple[int, int]] = []
     made = random_state(partial(stage_tensors, args, range(2)), weights, "cpu", lambda *sizes: received.append(sizes))

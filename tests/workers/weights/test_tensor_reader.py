@@ -141,7 +141,9 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
 def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
-        num_read = load_tensor(state, spec, rows_of(path, spec), WeightFormat(dtype, ARGS.dtype, quantize), "cpu", {})
+        num_read = load_tensor(
+            state, spec, rows_of(path, spec), WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize), "cpu", {}
+        )
         assert num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
     return state
 
@@ -170,7 +172,7 @@ def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quanti
     found, staging_ = Checkpoint(folder), _buffers(HostTransfer())
     staged = _state(found, PinnedReader(staging_).read_rows, dtype, quantize)
     staging_.close()
-    loaded = found.load(partial(stage_tensors, ARGS, range(2)), WeightFormat(dtype, ARGS.dtype, quantize), "cpu")
+    loaded = found.load(partial(stage_tensors, ARGS, range(2)), WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize), "cpu")
     assert staged.keys() == loaded.keys()
     assert all(torch.equal(staged[name], loaded[name]) for name in loaded)
 
@@ -238,7 +240,7 @@ def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Qu
     here, there = (
         Checkpoint(folder).load(
             wanted,
-            WeightFormat(dtype, ARGS.dtype, quantize),
+            WeightFormat(dtype, stored=ARGS.dtype, quantize=quantize),
             device,
             lambda *sizes, received_of=received_of: received_of.append(sizes),
         )
