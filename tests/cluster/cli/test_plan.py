@@ -509,3 +509,12 @@ def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
     file.write_text("modle: mixtral-8x7b")
     with pytest.raises(ConfigError, match=r"modle .*no such key"):
         CliRunner().invoke(app, ["plan", "--config", str(file)], catch_exceptions=False)
+
+
+def test_the_model_of_a_file_may_be_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_checkpoint(tmp_path / "models/tiny", tiny_args())
+    (file := tmp_path / "tramontane.yaml").write_text("model: ~/models/tiny\nstages: 2\ngpu_memory: 1GiB")
+    outcome = CliRunner().invoke(app, ["plan", "--config", str(file), "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    assert len(json.loads(outcome.stdout)["stages"]) == 2

@@ -638,3 +638,11 @@ def test_a_plan_is_frozen() -> None:
     plan: PipelinePlan = tiny_plan(tiny_args())
     with pytest.raises(AttributeError):
         plan.max_model_len = 1  # type: ignore[misc]
+
+
+def test_memory_is_described_with_its_option() -> None:
+    budgets = (StageBudget(24 * GIB),) * 2
+    plan = make_plan(PRESETS["mistral-7b-v0.1"], PlanRequest(budgets, "bfloat16", 4096, 64, 16, kv_cache_memory=GIB // 2))
+    cache = "up to 512 MiB of key/value cache per stage (--kv-cache-memory)"
+    assert plan.describe_memory() == f"13.5 GiB of weights, {cache}"
+    assert plan.describe_memory(num_pipelines=3) == f"40.5 GiB of weights, {cache}"
