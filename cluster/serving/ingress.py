@@ -20,6 +20,7 @@ from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, Activ
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
+from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
@@ -89,7 +90,11 @@ class IngressReplica(GrpcServicer):
         self, config: EngineConfig, model: ServedModel, keys: ApiKeys, pacer: Pacer, node: str, digest: str
     ) -> HttpAppConfig:
         bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
-        extra_routes = [*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()]
+        extra_routes = [
+            *BatchEndpoints(self._batches, bodies).routes(),
+            *ActivityEndpoint(self._routers.activity).routes(),
+            *MetricsEndpoint(self._routers.activity, model.name).routes(),
+        ]
         return HttpAppConfig(
             model=model,
             source=self._source,
@@ -101,7 +106,7 @@ class IngressReplica(GrpcServicer):
             chat=load_chat_format(config, model),
             keys=keys,
             extra_routes=extra_routes,
-            extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+            extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             slow_client_timeout_s=config.slow_reader_timeout,
             body_limiter=bodies,

@@ -31,6 +31,7 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.measurements import ExpertLoad
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
+from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
 from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError
@@ -59,8 +60,12 @@ async def _activity(_after: Mapping[str, int]) -> list[PipelineActivity]:
 
 EVERYTHING = {
     "move_experts": _move,
-    "extra_routes": [*BatchEndpoints(BATCHES).routes(), *ActivityEndpoint(_activity).routes()],
-    "extra_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+    "extra_routes": [
+        *BatchEndpoints(BATCHES).routes(),
+        *ActivityEndpoint(_activity).routes(),
+        *MetricsEndpoint(_activity, "tiny").routes(),
+    ],
+    "extra_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
 }
 APP = http_app_for(ScriptedSource(), **EVERYTHING).app()
 
