@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 OTHER_PATHS = "there are /v1/completions, /v1/models, /ui and more: see /docs or /openapi.json"
 METRICS = (
-    "the API server's own are at /metrics, and Ray exports those of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
+    "Ray exports the metrics of every node, at /metrics of the port in /tmp/ray/session_latest/metrics_export_port_* there; "
     "see Metrics in docs/observability.md"
 )
 DRAIN_RETRY_S = "5"  # another server may have taken over by then
