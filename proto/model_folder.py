@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
+from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
 from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
@@ -93,7 +93,10 @@ def resolve_model_args(model: Path) -> ModelArgs:
     if is_preset(model):
         return PRESETS[str(model)]
     if not model.exists() and len(model.parts) == 1:
-        raise CheckpointError(f"{model} is neither a folder nor a published geometry; there are {', '.join(PRESETS)}")
+        raise CheckpointError(
+            f"{model} is neither a folder nor a published geometry; there are {', '.join(PRESETS)}"
+            f"{did_you_mean(str(model).lower(), PRESETS)}"
+        )
     return read_model_args(model)
 
 

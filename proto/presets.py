@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 
 _7B_V1 = ModelArgs(
@@ -56,7 +56,8 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
 def preset(name: str) -> ModelArgs:
     """Return the geometry of that name. Raises ConfigError, with the known names, if there is none."""
     if name not in PRESETS:
-        raise ConfigError(f"{name!r} is no published geometry; there are {', '.join(PRESETS)}")
+        likely = did_you_mean(name.lower(), PRESETS)
+        raise ConfigError(f"{name!r} is no published geometry; there are {', '.join(PRESETS)}{likely}")
     return PRESETS[name]
 
 
