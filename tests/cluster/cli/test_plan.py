@@ -522,7 +522,7 @@ def test_the_model_of_a_file_may_be_below_the_home_folder(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("given", "likely"),
-    [("Mixtral-8x7B", "mixtral-8x7b"), ("mistral-7b-v02", "mistral-7b-v0.2"), ("ministral8b", "ministral-8b")],
+    [("Mixtral-8x7B", "mixtral-8x7b"), ("mistral-7b-v02", "mistral-7b-v0.2"), ("ministral8", "ministral-8b")],
 )
 def test_the_most_similar_geometry_is_named(given: str, likely: str) -> None:
     with pytest.raises(CheckpointError, match=rf"; did you mean {re.escape(likely)}\?$"):
