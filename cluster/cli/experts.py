@@ -75,7 +75,8 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
         check_plot_target(plot)
     texts = {str(file): read_text(file) for file in files}
     num_experts = [len(layer) for layer in fetch_load(client).tokens]
-    with Progress(console=Console(stderr=True, highlight=False), transient=True) as progress:
+    stderr = Console(stderr=True, highlight=False)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("computing the texts", total=None)
         domains = fetch_choices(
             client, texts, num_experts, lambda done, total: progress.update(task, completed=done, total=total)

@@ -42,6 +42,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.model.transformer import StageModel
 
+pytestmark = pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 ARGS = replace(tiny_args(n_layers=3, window=None, max_seq_len=512), vocab_size=TOKENIZER.vocab_size)
 NUM_EXPERTS = [4] * ARGS.n_layers  # of which a token chooses 2
@@ -87,16 +88,18 @@ def _served(model: StageModel) -> Iterator[httpx.Client]:
     with TestClient(HttpApp(config).app(), base_url="http://ingress") as client:
         assert client.portal is not None
         running = client.portal.start_task_soon(router.run)
-        yield client
-        running.cancel()
-    chain.close()
+        try:
+            yield client
+        finally:
+            running.cancel()
+            chain.close()
 
 
 def _words(seed: int, number: int) -> str:
-    """Nonsense of many different tokens."""
-    rng = random.Random(seed)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(number))
+    """Nonsense of many different tokens: words that have one of their own."""
+    texts = [TOKENIZER.decode((token_id,)).strip() for token_id in range(TOKENIZER.vocab_size)]
+    words = [text for text in texts if text.isalpha() and len(TOKENIZER.encode(text)) == 2]
+    return " ".join(random.Random(seed).choices(words, k=number))
 
 
 def _shares(domain: DomainChoices, layer: int) -> list[float]:
@@ -112,11 +115,11 @@ def test_a_model_without_preference_is_uniform_within_the_error_of_sampling() ->
     for domain, text in zip(domains, texts.values(), strict=True):
         pieces = split_text(text, piece_size(ARGS.max_seq_len))
         ids = [TOKENIZER.encode(piece)[1:] for piece in pieces]
-        assert domain.num_tokens == sum(map(len, ids)) > 1000
+        assert domain.num_tokens == sum(map(len, ids)) > 500
         assert domain.num_pairs == domain.num_tokens - len(pieces)
         counts = Counter(token_id for each in ids for token_id in each)  # a token always chooses the same
         num_independent = domain.num_tokens**2 / sum(count**2 for count in counts.values())
-        assert num_independent > 50
+        assert num_independent > 150
         for layer in range(ARGS.n_layers):
             assert sum(domain.tokens[layer]) == 2 * domain.num_tokens
             error = (0.25 * 0.75 / num_independent) ** 0.5
@@ -165,7 +168,7 @@ def test_pieces_fit_into_the_context_whatever_their_characters(max_model_len: in
 
 
 def test_blank_pieces_are_left_out() -> None:
-    assert split_text("abc   \n\n\n\ndef", 3) == ["abc", "def"]
+    assert split_text("abc   \n\n\ndef", 3) == ["abc", "def"]
 
 
 # ---- the command
