@@ -205,7 +205,7 @@ class PipelinePlan:
 
     def describe_memory(self, num_pipelines: int = 1) -> str:
         """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
-        workers = (*self.stages, *(self.experts.actors if self.experts else ()))
-        weights = num_pipelines * sum(worker.weight_bytes for worker in workers)
+        experts = sum(actor.weight_bytes for actor in self.experts.actors) if self.experts else 0
+        weights = num_pipelines * (sum(stage.weight_bytes for stage in self.stages) + experts)
         cache = max(stage.cache_bytes for stage in self.stages)
         return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache per stage (--kv-cache-memory)"
