@@ -67,7 +67,7 @@ class Display:
         elif self._status is not None:
             self._status.update(activity)
         else:
-            self.stderr.print(f"{activity} ...")
+            self.stderr.print(f"{activity} ...", soft_wrap=True)
 
     def loading(self, stages: Sequence[LoadingWorker]) -> None:
         """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes."""

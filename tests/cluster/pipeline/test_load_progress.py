@@ -150,12 +150,13 @@ def _stages(*num_gib: float) -> list[LoadProgress]:
 
 def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(live=False)
-    display.report("loading 2 stages")
+    long = f"loading 2 stages, {'x' * 100}"
+    display.report(long)
     for num_gib in ((0, 0), (0.5, 0), (0.6, 0.4), (0.9, 0.5), (2, 1.1), (2, 1.2), (2, 2), (2, 2)):
         display.loading(_stages(*num_gib))
     display.stop()
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["loading 2 stages ...", "loaded 25% of 4 GiB ...", "loaded 75% of 4 GiB ..."]
+    assert lines == [f"{long} ...", "loaded 25% of 4 GiB ...", "loaded 75% of 4 GiB ..."]
 
 
 @pytest.fixture
