@@ -783,7 +783,7 @@ FRAMED = {
     ),
     "by PROPFIND": (post_request(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
     "by CONNECT": (post_request(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "for nothing": (post_request(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
+    "for nothing": (post_request(b"", line=b"GET /nothing HTTP/1.1"), 404, NOT_HERE),
     "for embeddings": (
         post_request(REQUEST_BODY, content_length(REQUEST_BODY), line=b"POST /v1/embeddings HTTP/1.1"),
         404,
