@@ -223,8 +223,8 @@ async def _also_here(_request: Request) -> JSONResponse:
 
 
 REQUESTS = [
-    *[("GET", path) for path in ("/v1/models", "/v1/models/tiny", "/experts", "/also", "/nothing", "//health", "/health/")],
-    *[("GET", path) for path in ("/docs", "/openapi.json", "/%68ealth/../v1/models")],
+    *[("GET", path) for path in ("/v1/models", "/v1/models/tiny", "/experts", "/also", "/nothing", "/version", "/health/")],
+    *[("GET", path) for path in ("/docs", "/openapi.json", "/%68ealth/../v1/models", "http://ingress//health")],
     *[("POST", path) for path in ("/v1/completions", "/tokenize", "/detokenize", "/also", "/v1/models")],
 ]
 
