@@ -88,7 +88,8 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
         return
     for domain in domains:
         shown = f"{domain.name}, {domain.num_tokens} tokens: % of each layer's choices, {BUSIEST} its busiest"
-        console.print(_title(shown), heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text())
+        console.print(_title(shown), soft_wrap=True)  # a path may be long
+        console.print(heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text())
     console.print(legend(), Text(), _title("pairs of consecutive tokens that have the same heaviest expert, or share any"))
     console.print(repetition_table(domains))
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MAX_PIECE_CHARS = 1024  # of a text, in one request
 CHARS_PER_TOKEN = 0.25  # at least: a character that no token has takes up to four
 NUM_REQUESTS = 8  # at once
-PLOTTED_LAYERS = 3  # the first, the one in the middle and the last
 
 Choices = Mapping[str, Sequence[Sequence[int]]]  # experts of each token, the heaviest first, by layer
 
@@ -140,7 +139,7 @@ def _choices(client: httpx.Client, piece: str, layers: list[int]) -> Choices:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
             choices: Choices = data["choices"][0]["prompt_experts"]
-            return choices
+            return {str(layer): choices[str(layer)] for layer in layers}
         message = str(data["error"]["message"])
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--url {client.base_url} answers without expert choices; is it Tramontane?") from error
@@ -184,7 +183,7 @@ def draw(domains: Sequence[DomainChoices]) -> "Figure":
     from matplotlib.figure import Figure
 
     num_layers = len(domains[0].tokens)
-    layers = sorted({0, num_layers // 2, num_layers - 1})[:PLOTTED_LAYERS]
+    layers = sorted({0, num_layers // 2, num_layers - 1})
     figure = Figure(figsize=(10, 2.5 * len(layers)), layout="constrained")
     width = 0.8 / len(domains)
     for axes, layer in zip(figure.subplots(len(layers), squeeze=False)[:, 0], layers, strict=True):

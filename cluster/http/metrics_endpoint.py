@@ -6,6 +6,7 @@ other metrics are exported by Ray, on every node.
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import Context
 from types import MappingProxyType
 
 from starlette.requests import Request
@@ -48,7 +49,8 @@ class MetricsEndpoint:
         now = asyncio.get_running_loop().time()
         if self._query is None or (self._query.done() and now >= self._asked_at + MAX_AGE_S):
             self._asked_at = now
-            self._query = asyncio.create_task(self._ask())  # not a part of the request that asks first, whose client may leave
+            # Not a part of the request that asks first, whose client may leave.
+            self._query = asyncio.create_task(self._ask(), context=Context())
         return Response(await asyncio.shield(self._query), headers={"content-type": TEXT_FORMAT})
 
     async def _ask(self) -> str:

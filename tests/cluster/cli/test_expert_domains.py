@@ -209,7 +209,7 @@ def test_the_table_has_every_text(run: Run, tmp_path: Path, capsys: pytest.Captu
     a, b = _files(tmp_path)
     run(_two_experts, "--of", a, "--of", b)
     out = capsys.readouterr().out
-    assert f"{a}, 4 tokens: % of each layer's choices" in out.replace("\n", "")
+    assert f"{a}, 4 tokens: % of each layer's choices, * its busiest\n" in out, "in one line, however long the path is"
     assert "    0   0.0  50.0* 50.0" in out
     assert "    0  25.0  25.0  50.0*" in out
     assert "100.0%" in out
@@ -272,6 +272,7 @@ def test_mistakes_are_one_line_and_nothing_is_computed(
     ("status", "body", "named", "code"),
     [
         (400, {"error": {"message": "too long"}}, "--url http://ingress: too long", 2),
+        (200, {"choices": [{"prompt_experts": {}}]}, "answers without expert choices; is it Tramontane?", 2),
         (200, {"choices": [{}]}, "answers without expert choices; is it Tramontane?", 2),
         (500, [], "answers without expert choices; is it Tramontane?", 2),
         (503, {}, "cannot compute texts now; try again soon", 1),
