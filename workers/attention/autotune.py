@@ -32,16 +32,34 @@ Clock = Callable[[Compute], float]  # returns seconds
 
 # Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
 MAX_DIFFERENCE = 2e-2
-CHUNKS, CHUNK_TOKENS = 4, 128  # of a prefill case
-CORRECTNESS_KEYS = 1024  # cached before each chunk or single token: with few keys errors show more clearly
-# Wider windows are replaced by this one, which ends within the keys: kernels do not distinguish them.
-MAX_CORRECTNESS_WINDOW = 256
+TABLE_KEYS = 2048  # of a token's page ring without a window
 # Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
 # table of 96, and 65 of the 32nd token.
 TIMING_KEYS = 1280
-FEW_TOKENS, MANY_TOKENS = 4, 32  # numbers of single tokens for which different kernels may be the fastest
+CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
+FEW_TOKENS, MANY_TOKENS = 4, 32  # on GPUs: numbers of single tokens for which different kernels may be the fastest
 ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSize:
+    """Chunks and their tokens in a prefill case, and keys cached before each chunk or single token that shows correctness.
+
+    With few keys errors show more clearly.
+    """
+
+    chunks: int
+    chunk_tokens: int
+    correctness_keys: int
+
+    @property
+    def max_correctness_window(self) -> int:
+        """Window that replaces wider ones: it ends within the keys, and kernels do not distinguish them."""
+        return self.correctness_keys // 4
+
+
+GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)  # on CPUs the larger would take 7 s of the loading of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +97,11 @@ class KernelCase:
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
     """Return a case per window class, with so many single tokens, that shows which kernels are correct."""
-    windows = [window_class.window for window_class in plan.cache.classes]
-    return [_case(plan, device, num_tokens, w and min(w, MAX_CORRECTNESS_WINDOW), CORRECTNESS_KEYS) for w in windows]
+    windows, size = [window_class.window for window_class in plan.cache.classes], _size(device)
+    return [
+        _case(plan, device, num_tokens, window and min(window, size.max_correctness_window), size.correctness_keys)
+        for window in windows
+    ]
 
 
 def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
@@ -88,26 +109,31 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
     return [_case(plan, device, num_tokens, window_class.window, TIMING_KEYS) for window_class in plan.cache.classes]
 
 
+def _size(device: torch.device) -> CaseSize:
+    return GPU_SIZE if device.type == "cuda" else CPU_SIZE
+
+
 def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
     args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
     num_cached = num_cached_keys(keys, window)
-    num_keys = CHUNK_TOKENS + num_cached
+    size = _size(device)
+    num_keys = size.chunk_tokens + num_cached
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     none = torch.empty(0, dtype=torch.int64, device=device)
-    lens = ((CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, (num_cached,) * CHUNKS)
+    lens = ((size.chunk_tokens,) * size.chunks, (num_keys,) * size.chunks, (num_cached,) * size.chunks)
     prefill_index = PrefillMetadata(window, *lens, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
     starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
     return KernelCase(
-        random(CHUNKS * CHUNK_TOKENS, args.n_heads, args.head_dim),
-        random(CHUNKS * num_keys, args.n_kv_heads, args.head_dim),
-        random(CHUNKS * num_keys, args.n_kv_heads, args.head_dim),
+        random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim),
+        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
+        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
         prefill_index,
         random(num_tokens, args.n_heads, args.head_dim),
         LayerCache(random(*rows), random(*rows)),
@@ -117,7 +143,7 @@ def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | 
 
 def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: torch.device) -> PageRings:
     """Return a full page ring per token, from a pool in which the pages of no sequence are in order."""
-    entries = ring_pages(window, page_size, 2 * CORRECTNESS_KEYS)
+    entries = ring_pages(window, page_size, TABLE_KEYS)
     ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
     pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
     for slot in range(num_tokens):
@@ -195,7 +221,7 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
         logger.info("attention is computed by PyTorch, two to four times as slow as the kernels in C: %s", error)
         return others
     with torch.inference_mode():
-        correctness, timing = (cases(plan, device, FEW_TOKENS) for cases in (correctness_cases, timing_cases))
+        correctness, timing = (cases(plan, device, CPU_TOKENS) for cases in (correctness_cases, timing_cases))
         expected = [_concat([case.expected[job] for case in correctness]) for job in (0, 1)]
         compute, compute_timed = _both_on_all(correctness), _both_on_all(timing)
 
@@ -256,7 +282,7 @@ def _concat(outs: list[Tensor]) -> Tensor:
     return torch.cat([out.flatten() for out in outs])
 
 
-def cpu_seconds(compute: Compute, rounds: int = 5) -> float:
+def cpu_seconds(compute: Compute, rounds: int = 3) -> float:
     """Return the shortest of several rounds, after one that does not count: other processes only add to it."""
     compute()
     seconds = []
