@@ -1,12 +1,8 @@
-"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's attention, by their speed.
-
-Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
-"""
+"""Choice of a stage's attention kernels, of those that run on its device and agree with PyTorch's attention, by their speed."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import TypeVar
@@ -14,11 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
+from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
+from tramontane.workers.attention.kernel_cases import Compute, KernelCase, correctness_cases, timing_cases
 from tramontane.workers.attention.native_backend import native_kernels
-from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.native_library import CompilerError
@@ -27,129 +22,14 @@ from tramontane.workers.device.self_test import assert_close_norm, one_line
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
-Compute = Callable[[], Tensor]
 Clock = Callable[[Compute], float]  # returns seconds
 
 # Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
 MAX_DIFFERENCE = 2e-2
-TABLE_KEYS = 2048  # of a token's page ring without a window
-# Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
-# table of 96, and 65 of the 32nd token.
-TIMING_KEYS = 1280
 CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
 FEW_TOKENS, MANY_TOKENS = 4, 32  # on GPUs: numbers of single tokens for which different kernels may be the fastest
 ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
-
-
-@dataclass(frozen=True, slots=True)
-class CaseSize:
-    """Chunks and their tokens in a prefill case, and keys cached before each chunk or single token that shows correctness.
-
-    With few keys errors show more clearly.
-    """
-
-    chunks: int
-    chunk_tokens: int
-    correctness_keys: int
-
-    @property
-    def max_correctness_window(self) -> int:
-        """Window that replaces wider ones: it ends within the keys, and kernels do not distinguish them."""
-        return self.correctness_keys // 4
-
-
-GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)  # on CPUs the larger would take 7 s of the loading of a stage
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """Random inputs for kernels, of one window class and the stage's own geometry."""
-
-    q_THd: Tensor
-    k_SGd: Tensor
-    v_SGd: Tensor
-    prefill_index: PrefillMetadata
-    q_BHd: Tensor
-    cached: LayerCache
-    decode_index: DecodeMetadata
-
-    def prefill(self, kernel: PrefillKernel) -> Compute:
-        """Return the prefill of this case by a kernel, with its mask built."""
-        mask = kernel.build_mask(self.prefill_index)
-        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)
-
-    def decode(self, kernel: DecodeKernel) -> Compute:
-        """Return the decode of this case by a kernel, with its mask built."""
-        mask = kernel.build_mask(self.decode_index)
-        return lambda: kernel.attend(self.q_BHd, self.cached, mask)
-
-    @property
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """Outputs of prefill and decode by PyTorch in float32."""
-        q_THd, k_SGd, v_SGd, q_BHd, k_NGd, v_NGd = (
-            x.float() for x in (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, self.cached.k_NGd, self.cached.v_NGd)
-        )
-        prefill, decode = SdpaPrefill(), PagedDecode()
-        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
-        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
-
-
-def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are correct."""
-    windows, size = [window_class.window for window_class in plan.cache.classes], _size(device)
-    return [
-        _case(plan, device, num_tokens, window and min(window, size.max_correctness_window), size.correctness_keys)
-        for window in windows
-    ]
-
-
-def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """Return a case per window class, with so many single tokens, that shows which kernels are fast."""
-    return [_case(plan, device, num_tokens, window_class.window, TIMING_KEYS) for window_class in plan.cache.classes]
-
-
-def _size(device: torch.device) -> CaseSize:
-    return GPU_SIZE if device.type == "cuda" else CPU_SIZE
-
-
-def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
-    args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
-    num_cached = num_cached_keys(keys, window)
-    size = _size(device)
-    num_keys = size.chunk_tokens + num_cached
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    lens = ((size.chunk_tokens,) * size.chunks, (num_keys,) * size.chunks, (num_cached,) * size.chunks)
-    prefill_index = PrefillMetadata(window, *lens, none, none, none, none)
-    ring = _filled_ring(window, page_size, num_tokens, device)
-    rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
-    starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
-    slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
-    return KernelCase(
-        random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim),
-        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
-        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
-        prefill_index,
-        random(num_tokens, args.n_heads, args.head_dim),
-        LayerCache(random(*rows), random(*rows)),
-        build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
-    )
-
-
-def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: torch.device) -> PageRings:
-    """Return a full page ring per token, from a pool in which the pages of no sequence are in order."""
-    entries = ring_pages(window, page_size, TABLE_KEYS)
-    ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
-    pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
-    for slot in range(num_tokens):
-        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
-    ring.flush()
-    return ring
 
 
 def select_fastest(

@@ -17,13 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tramontane.workers.attention.autotune import (
     FEW_TOKENS,
     MANY_TOKENS,
-    Compute,
     _choose_decode,
     _choose_prefill,
-    correctness_cases,
     select_fastest,
-    timing_cases,
 )
+from tramontane.workers.attention.kernel_cases import Compute, correctness_cases, timing_cases
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.sdpa_backend import (
     BatchSizeDispatch,

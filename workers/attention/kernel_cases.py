@@ -1,0 +1,133 @@
+"""Inputs with which a stage compares attention kernels: some show which are correct, others which are fast.
+
+Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads, G key/value heads, d head_dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
+from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
+from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
+
+Compute = Callable[[], Tensor]
+
+TABLE_KEYS = 2048  # of a token's page ring without a window
+# Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
+# table of 96, and 65 of the 32nd token.
+TIMING_KEYS = 1280
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSize:
+    """Chunks and their tokens in a prefill case, and keys cached before each chunk or single token that shows correctness.
+
+    With few keys errors show more clearly.
+    """
+
+    chunks: int
+    chunk_tokens: int
+    correctness_keys: int
+
+    @property
+    def max_correctness_window(self) -> int:
+        """Window that replaces wider ones: it ends within the keys, and kernels do not distinguish them."""
+        return self.correctness_keys // 4
+
+
+GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)  # on CPUs the larger would take 7 s of the loading of a stage
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """Random inputs for kernels, of one window class and the stage's own geometry."""
+
+    q_THd: Tensor
+    k_SGd: Tensor
+    v_SGd: Tensor
+    prefill_index: PrefillMetadata
+    q_BHd: Tensor
+    cached: LayerCache
+    decode_index: DecodeMetadata
+
+    def prefill(self, kernel: PrefillKernel) -> Compute:
+        """Return the prefill of this case by a kernel, with its mask built."""
+        mask = kernel.build_mask(self.prefill_index)
+        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)
+
+    def decode(self, kernel: DecodeKernel) -> Compute:
+        """Return the decode of this case by a kernel, with its mask built."""
+        mask = kernel.build_mask(self.decode_index)
+        return lambda: kernel.attend(self.q_BHd, self.cached, mask)
+
+    @property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Outputs of prefill and decode by PyTorch in float32."""
+        q_THd, k_SGd, v_SGd, q_BHd, k_NGd, v_NGd = (
+            x.float() for x in (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, self.cached.k_NGd, self.cached.v_NGd)
+        )
+        prefill, decode = SdpaPrefill(), PagedDecode()
+        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
+        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
+
+
+def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
+    """Return a case per window class, with so many single tokens, that shows which kernels are correct."""
+    windows, size = [window_class.window for window_class in plan.cache.classes], _size(device)
+    return [
+        _case(plan, device, num_tokens, window and min(window, size.max_correctness_window), size.correctness_keys)
+        for window in windows
+    ]
+
+
+def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
+    """Return a case per window class, with so many single tokens, that shows which kernels are fast."""
+    return [_case(plan, device, num_tokens, window_class.window, TIMING_KEYS) for window_class in plan.cache.classes]
+
+
+def _size(device: torch.device) -> CaseSize:
+    return GPU_SIZE if device.type == "cuda" else CPU_SIZE
+
+
+def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
+    args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
+    num_cached = num_cached_keys(keys, window)
+    size = _size(device)
+    num_keys = size.chunk_tokens + num_cached
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    lens = ((size.chunk_tokens,) * size.chunks, (num_keys,) * size.chunks, (num_cached,) * size.chunks)
+    prefill_index = PrefillMetadata(window, *lens, none, none, none, none)
+    ring = _filled_ring(window, page_size, num_tokens, device)
+    rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
+    starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
+    slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
+    return KernelCase(
+        random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim),
+        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
+        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
+        prefill_index,
+        random(num_tokens, args.n_heads, args.head_dim),
+        LayerCache(random(*rows), random(*rows)),
+        build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
+    )
+
+
+def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: torch.device) -> PageRings:
+    """Return a full page ring per token, from a pool in which the pages of no sequence are in order."""
+    entries = ring_pages(window, page_size, TABLE_KEYS)
+    ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
+    pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
+    for slot in range(num_tokens):
+        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
+    ring.flush()
+    return ring
