@@ -16,7 +16,7 @@ from k8s_rules import Document, groups_of, offered_resources, operators_complain
 from ray.serve.schema import ServeDeploySchema
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
 from tramontane.cluster.deploy.k8s_overlay import MARK
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION
 from tramontane.cluster.serving.app import validate_config
@@ -98,7 +98,11 @@ def test_pods_are_safe_and_alike_to_ray(name: str) -> None:
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == ("num-gpus" in group["rayStartParams"])
         assert container["image"].endswith(("-cpu", "-cuda")), "the placeholder is replaced"
     (settings,) = (d for d in documents if d["kind"] == "ConfigMap" and d["metadata"]["name"] == "tramontane-settings")
-    assert settings["data"] == SERVE_SETTINGS | {f"RAY_{key}": str(value) for key, value in RAY_SETTINGS.items()}
+    ray_settings = {f"RAY_{key}": str(value) for key, value in RAY_SETTINGS.items()}
+    monitoring = monitoring_settings(
+        "http://prometheus-k8s.monitoring.svc:9090", "http://grafana.monitoring.svc:3000", "http://127.0.0.1:3000"
+    )
+    assert settings["data"] == SERVE_SETTINGS | ray_settings | monitoring
     assert "OMP_NUM_THREADS" not in str(documents)
 
 

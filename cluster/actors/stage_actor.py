@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, TokenPieceLoader, WorkerSettings
+from tramontane.cluster.actors.sent_states import SentStates, inline_limit
 from tramontane.cluster.actors.step_guard import log_failures
 from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, WorkerActor, WorkerHealth
 from tramontane.proto import wire
@@ -34,11 +35,13 @@ class StageHealth(WorkerHealth):
     """Health of a stage: ``epoch`` is the one that it accepts, -1 before the first fence, granted to ``holder``.
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
+    ``sent``: by way, how many hidden states the process has handed on, and their bytes (see ``sent_states``).
     """
 
     epoch: int
     holder: str
     expert_load: dict[int, tuple[int, ...]]
+    sent: dict[str, tuple[int, int]]
 
 
 class StageActor(WorkerActor["StageWorker"]):
@@ -59,6 +62,7 @@ class StageActor(WorkerActor["StageWorker"]):
         self._executor: StepExecutor | None = None
         self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
         self._link: StageLink | None = None  # if hidden states travel through direct channels
+        self._sent = SentStates(inline_limit())
         super().__init__(plan.label, plan.weight_bytes, settings)
 
     def _load(self) -> "StageWorker":
@@ -68,10 +72,10 @@ class StageActor(WorkerActor["StageWorker"]):
         return StageWorker.load(self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple)
 
     def _exporter(self) -> Callable[[], None]:
-        from tramontane.cluster.observability.metrics import ExpertTokenMetrics, MetricFactory
+        from tramontane.cluster.observability.metrics import MetricFactory, StageActorMetrics
 
-        tokens = ExpertTokenMetrics(MetricFactory(), self._settings.pipeline, self._plan.stage_id)
-        return lambda: tokens.export(self._expert_load())
+        metrics = StageActorMetrics(MetricFactory(), self._settings.pipeline, self._plan.stage_id)
+        return lambda: metrics.export(self._expert_load(), self._sent.totals())
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
@@ -123,7 +127,11 @@ class StageActor(WorkerActor["StageWorker"]):
             raise StaleEpochError(f"{self.label} has no direct link since it was loaded")
         decoded = wire.decode_batch(batch)
         with self._failure_guard.guard(decoded.epoch), log_failures(self._worker, decoded):
-            return wire.encode_result(self._link.step(decoded))
+            result = wire.encode_result(self._link.step(decoded))
+        if not self._plan.is_last:
+            assert self._worker is not None
+            self._sent.add_direct(decoded.num_tokens * self._plan.args.dim * self._worker.dtype.itemsize)
+        return result
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
@@ -138,7 +146,11 @@ class StageActor(WorkerActor["StageWorker"]):
         outbox = ActivationSender()
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
             outcome = self._executor.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
-        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.payload(outcome)
+        if isinstance(outcome, StepResult):
+            return wire.encode_result(outcome)
+        packed = outbox.payload(outcome)
+        self._sent.add_result(packed)
+        return packed
 
     @ray.method(concurrency_group="control")
     def refresh_expert_plan(self) -> None:
@@ -156,7 +168,9 @@ class StageActor(WorkerActor["StageWorker"]):
         """
         worker = self._worker
         epoch = worker.epoch if worker else -1
-        return StageHealth(**self._health(), epoch=epoch, holder=self._holder, expert_load=self._expert_load())
+        return StageHealth(
+            **self._health(), epoch=epoch, holder=self._holder, expert_load=self._expert_load(), sent=self._sent.totals()
+        )
 
     @property
     def _computing_s(self) -> float:

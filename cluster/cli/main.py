@@ -38,10 +38,11 @@ COMMANDS = MappingProxyType(
         "drain": "Let the application on a running cluster finish its requests and refuse new ones.",
         "k8s": "Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage.",
         "cluster-yaml": "Write a file for ray up: a cluster that serves a model, one machine for each stage.",
+        "monitoring": "Write files with which Ray's own dashboard shows the stages, through Prometheus and Grafana.",
         "make-random": "Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests.",
     }
 )
-MODULES = MappingProxyType({"drain": "serve"})
+MODULES = MappingProxyType({"drain": "serve", "k8s": "deploy", "cluster-yaml": "deploy"})
 
 
 class LazyCommands(Mapping[str, Any]):

@@ -8,15 +8,8 @@ from typing import Annotated
 import typer
 from ray import serve as ray_serve
 
-from tramontane.cluster.config.engine_keys import (
-    BatchingKeys,
-    ExpertKeys,
-    JobKeys,
-    LoggingKeys,
-    PipelineKeys,
-    ScalingKeys,
-    ServingKeys,
-)
+from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys
+from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import flag, flags_of, load_config, option, with_options
 from tramontane.cluster.pipeline import ray_cluster

@@ -9,19 +9,10 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from tramontane.cluster.config.engine_keys import (
-    DEMO_MODEL,
-    BatchingKeys,
-    ExpertKeys,
-    JobKeys,
-    LoggingKeys,
-    PipelineKeys,
-    RunKeys,
-    ScalingKeys,
-    ServingKeys,
-)
+from tramontane.cluster.config.engine_keys import DEMO_MODEL, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, describe_wrong_value, keys_with
 from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 
@@ -123,6 +114,13 @@ class EngineConfig(
             )
         if self.local and self.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
+        if self.dashboard and self.address:
+            raise ConfigError("--dashboard is for a Ray cluster that serve starts; the one at --address has its own, or none")
+        if self.inline_limit is not None and (self.address or self.local):
+            raise ConfigError(
+                "--inline-limit is for a Ray cluster that this command starts; for another give ray start --head "
+                f"--system-config='{{\"max_direct_call_object_size\": {self.inline_limit:d}}}'"
+            )
         if self.local and self.link == "direct":
             raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
         if self.local and self.expert_actors:

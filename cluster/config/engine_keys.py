@@ -1,4 +1,4 @@
-"""The keys of ``EngineConfig``, in groups.
+"""The keys of ``EngineConfig`` for every command, in groups; those of servers are in ``serving_keys.py``.
 
 Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are built from these declarations.
 """
@@ -6,26 +6,20 @@ Flags (``console/options.py``) and docs/configuration.md (``cli/config.py``) are
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
 from tramontane.cluster.config.key import (
     KeyGroup,
     PositiveInt,
     PositiveSeconds,
-    Seconds,
-    SecretText,
     SmallInt,
-    Text,
     expand_home,
     key,
-    parse_api_keys,
     parse_expert_memory,
     parse_expert_replicas,
     parse_gpu_memory,
     parse_gpu_speed,
-    parse_url_prefixes,
 )
-from tramontane.cluster.config.logging import LogFormat, LogLevel
 from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import Link
@@ -117,6 +111,13 @@ class PipelineKeys(KeyGroup):
         "How hidden states travel between stages: object-store (through Ray) or direct (from stage to stage).",
         defines_pipeline=True,
     )
+    inline_limit: Annotated[ByteSize, Field(ge=1, le=2**26)] | None = key(
+        None,
+        "Size from which hidden states go through Ray's object store, and not with the calls of the router, on a cluster "
+        "that this command starts. The head of another sets it.",
+        unset="1MiB",
+        in_serve_config=False,
+    )
     step_timeout: PositiveSeconds = key(
         STEP_TIMEOUT_S,
         "Seconds after which a micro-batch that has not returned is given up. Every process that does not answer, or has "
@@ -185,116 +186,3 @@ class RunKeys(KeyGroup):
     )
     seed: int = key(0, "Seed of sampling, and of bench's prompts. Over HTTP it is random.", in_serve_config=False)
     json_output: bool = key(False, "Write machine-readable output to standard output.", alias="json", in_serve_config=False)
-
-
-class ServingKeys(KeyGroup):
-    """The API server, its queue and its API keys."""
-
-    title = "Serving"
-
-    served_model_name: Text | None = key(None, "Names for clients: a or a,b.", unset="the folder's name; demo for the demo model")
-    host: Text = key("127.0.0.1", "Address on which HTTP and gRPC listen.", in_serve_config=False)
-    port: Annotated[int, Field(ge=1, le=65535)] = key(8000, "HTTP port.", in_serve_config=False)
-    grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(
-        9000, "gRPC port, on the same host. 0: no gRPC.", in_serve_config=False
-    )
-    ingress_replicas: SmallInt | None = key(None, "Ingress replicas.", unset="1; for more pipelines 2 or more", has_flag=False)
-    max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = key(
-        256, "Sequences that may wait for a slot, per pipeline. More are refused with 429."
-    )
-    max_queued_tokens: PositiveInt = key(2**17, "Prompt tokens that may wait, per pipeline. More are refused with 429.")
-    max_body_bytes: PositiveInt = key(8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False)
-    stream_writes_per_s: PositiveInt | None = key(
-        None, "Writes to streams per second of one ingress replica.", unset="50 per core and machine, at most 400", has_flag=False
-    )
-    drain_timeout: Seconds | None = key(
-        None, "Seconds to finish running requests at the stop.", unset="30 for serve, 600 in a Ray Serve config"
-    )
-    slow_reader_timeout: PositiveSeconds = key(
-        60.0, "Seconds for which a client may leave its answer unread before it is dropped."
-    )
-    move_experts: bool = key(False, "Let clients redistribute experts by POST /experts.")
-    api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = key(
-        (), "A key that clients must send. May be repeated. It is never shown.", unset="none", in_serve_config=False
-    )
-    api_key_file: Path | None = key(
-        None, "Keys, one per line; lines with # are comments. The file is read again when it changes.", unset="none"
-    )
-
-
-class ScalingKeys(KeyGroup):
-    """How many pipelines serve."""
-
-    title = "Autoscaling"
-
-    replicas: SmallInt = key(1, "Pipelines behind the ingress; the minimum where --max-replicas is larger.")
-    max_replicas: SmallInt | None = key(
-        None,
-        "Pipelines under high load. GPUs, cores and memory are shared out for this many.",
-        unset="the value of replicas",
-    )
-    target_load: Annotated[float, Field(gt=0, le=100)] = key(
-        0.75, "How full each pipeline is to be where their number changes. Above 1, some sequences wait."
-    )
-    target_tokens: PositiveInt | None = key(
-        None, "Tokens in flight that one pipeline is meant for, in addition to the load.", unset="tokens do not count"
-    )
-    upscale_delay: Seconds = key(30.0, "Seconds for which more pipelines have to be needed before one is added.")
-    downscale_delay: Seconds = key(600.0, "Seconds for which fewer pipelines have to be enough before one is removed.")
-
-
-class JobKeys(KeyGroup):
-    """Batch jobs."""
-
-    title = "Batch jobs"
-
-    jobs_database: SecretText | None = key(
-        None,
-        "Database of batch jobs: sqlite:////FILE or postgresql://USER:PASSWORD@HOST/NAME. Other users of the machine may "
-        "see it on the command line for a moment, so a password is better kept in ~/.pgpass.",
-        unset="~/.tramontane/jobs.sqlite, created with its folder for the first job or file",
-        metavar="URL",
-    )
-    jobs_storage: SecretText | None = key(
-        None,
-        "Files of batch jobs: a folder, or a URL that fsspec knows, such as s3://bucket/jobs (with its library, s3fs).",
-        unset="~/.tramontane/jobs",
-        metavar="URL",
-    )
-    jobs_concurrency: SmallInt | None = key(
-        None,
-        "Lines of batch jobs in progress at once.",
-        unset="a quarter more than max_num_seqs of all pipelines that there may be",
-    )
-    jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = key(
-        30, "Days for which jobs are kept after their end, and files after their creation. 0: forever."
-    )
-    jobs_max_open: PositiveInt = key(1000, "Batch jobs that one API key may have open. More are refused with 429.")
-    jobs_max_lines: PositiveInt = key(2**24, "Lines in the open batch jobs of one API key. More are refused with 429.")
-    jobs_max_bytes: Annotated[ByteSize, Field(ge=1)] = key(
-        ByteSize(2**36),
-        "Bytes that files, lines and results of one API key may occupy. Beyond, new jobs and files are refused with 429.",
-        metavar="SIZE",
-    )
-    jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(parse_url_prefixes)] = key(
-        (),
-        "URL prefixes from which jobs may read their input: file:///data/in,s3://bucket/in. A prefix with a password is "
-        "refused, since clients would have to name it too.",
-        unset="none",
-        metavar="URLS",
-    )
-
-
-class LoggingKeys(KeyGroup):
-    """Logs and traces."""
-
-    title = "Logging and tracing"
-
-    log_format: LogFormat = key("text", "text, or json: one object per line.")
-    log_level: LogLevel = key("warning", "debug, info, warning or error: the lowest level that Tramontane logs.")
-    tracing_exporter: Text | None = key(
-        None, "Where OpenTelemetry spans go: otlp, file or MODULE:FUNCTION.", unset="no tracing", in_serve_config=False
-    )
-    tracing_sampling_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.01, "Share of the requests without a trace of their own that is traced.", in_serve_config=False
-    )

@@ -14,9 +14,10 @@ SERVE_SETTINGS = {
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_patches.proxy:proxy_middlewares",
 }
+INLINE_LIMIT = "max_direct_call_object_size"  # results of this size and above are put into the object store
 RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes
     {
-        "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB are sent inline
+        INLINE_LIMIT: 2**20,  # hidden states below 1 MiB are sent inline
         "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is reported at once
         "health_check_initial_delay_ms": 1000,  # a dead node is reported within three or four seconds
         "health_check_period_ms": 1000,
@@ -24,3 +25,20 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all ot
         "health_check_failure_threshold": 3,
     }
 )
+
+# Of Ray's Core dashboard for Grafana with our row, see ``deploy/ray_core_dashboard.py``.
+CORE_DASHBOARD_UID, CORE_DASHBOARD_TITLE = "tramontane-ray-core", "Ray Core with Tramontane"
+PROMETHEUS, GRAFANA = "http://localhost:9090", "http://localhost:3000"  # Ray's own defaults
+
+
+def monitoring_settings(prometheus: str = PROMETHEUS, grafana: str = GRAFANA, grafana_of_browsers: str = "") -> dict[str, str]:
+    """Return the environment of a head node whose dashboard shows the stages: addresses as the head reaches them.
+
+    ``grafana_of_browsers``: Grafana's address as a user's browser reaches it, if that is another.
+    """
+    return {
+        "RAY_PROMETHEUS_HOST": prometheus,
+        "RAY_GRAFANA_HOST": grafana,
+        "RAY_GRAFANA_IFRAME_HOST": grafana_of_browsers or grafana,
+        "RAY_GRAFANA_DEFAULT_DASHBOARD_UID": CORE_DASHBOARD_UID,
+    }

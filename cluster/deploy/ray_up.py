@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
 from tramontane.proto.byte_size import GIB
 
 MARK = "# Written by: "
@@ -101,7 +101,7 @@ def render(spec: RayUpSpec) -> str:
         stage_on_head=spec.stage_on_head,
         head_machine=HEAD_INSTANCES.get(spec.provider),
         sdks=SDKS.get(spec.provider),
-        settings={"RAY_AUTH_MODE": "token", **SERVE_SETTINGS},
+        settings={"RAY_AUTH_MODE": "token", **SERVE_SETTINGS, **monitoring_settings()},
         ray_settings=ray_settings,
         serve_config={"address": "auto", **spec.serve},
         wheel_is_url=is_url,

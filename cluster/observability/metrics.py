@@ -91,6 +91,10 @@ PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "kind", "Prompt tokens, coun
 GENERATION_TOKENS = _counter("generation_tokens", "tokens", "kind", "Tokens that were generated.")
 SUCCESS = _counter("request_success", "choices", "kind finished_reason", "Choices that ended, by reason.")
 REFUSED = _counter("requests_refused", "requests", "kind reason", "Requests that were refused, by reason.")
+SENT_HOPS = _counter(
+    "sent_hops", "hops", "pipeline stage way", "Hidden states of micro-batches that the stage handed to the next one, by way."
+)
+SENT_BYTES = _counter("sent_bytes", "bytes", "pipeline stage way", "Bytes of these hidden states.")
 EXPERT_TOKENS = _counter(
     "expert_tokens",
     "tokens",
@@ -107,8 +111,9 @@ PIPELINE_METRICS = (
     *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PREEMPTIONS, RECOVERIES, PAUSES),
 )
 REQUEST_METRICS = (FIRST_TOKEN, INTER_TOKEN, E2E_LATENCY, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)
+STAGE_ACTOR_METRICS = (SENT_HOPS, SENT_BYTES)
 EXPERT_METRICS = (EXPERT_TOKENS, EXPERT_BUSY, EXPERT_ROWS)
-METRICS = PIPELINE_METRICS + REQUEST_METRICS + EXPERT_METRICS
+METRICS = PIPELINE_METRICS + STAGE_ACTOR_METRICS + REQUEST_METRICS + EXPERT_METRICS
 
 Tags = dict[str, str]
 
@@ -149,18 +154,23 @@ class DeltaCounter:
         self._exported.clear()
 
 
-class ExpertTokenMetrics:
-    """Exports the tokens that were routed to the experts of a stage's layers."""
+class StageActorMetrics:
+    """Exports what a stage's own process counts: the tokens routed to its layers' experts, and hidden states by way."""
 
     def __init__(self, factory: MetricFactory, pipeline: str, stage_id: int) -> None:
-        self._tokens = DeltaCounter(factory.counter(EXPERT_TOKENS))
+        self._tokens, self._hops, self._num_bytes = (
+            DeltaCounter(factory.counter(metric)) for metric in (EXPERT_TOKENS, SENT_HOPS, SENT_BYTES)
+        )
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
-    def export(self, load: Mapping[int, Sequence[int]]) -> None:
-        """Export the load so far: tokens of each expert, by the global number of its layer."""
+    def export(self, load: Mapping[int, Sequence[int]], sent: Mapping[str, tuple[int, int]]) -> None:
+        """Export the totals so far: tokens of each expert, by the global number of its layer, and hops and bytes by way."""
         for layer, tokens in load.items():
             for expert, number in enumerate(tokens):
                 self._tokens.update(number, self._tags | {"layer": str(layer), "expert": str(expert)})
+        for way, (hops, num_bytes) in sent.items():
+            self._hops.update(hops, self._tags | {"way": way})
+            self._num_bytes.update(num_bytes, self._tags | {"way": way})
 
 
 class ExpertWorkMetrics:

@@ -169,7 +169,7 @@ async def _ray_pipeline(
         return
     spec = pipeline_spec(config, args, probe_local())  # raises for what cannot fit before Ray is started
     report("starting Ray")
-    with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage):
+    with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain
 

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import AuthenticationError, RayError
 
 from tramontane.cluster.common.signals import defer_signals, keep_handler
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
 from tramontane.cluster.ray_internals.accessors import (
     head_channel,
@@ -34,10 +34,11 @@ ADVICE = f"{ADVICE_IF_REQUIRED}, or leave --address out to start Ray on this mac
 
 
 @contextmanager
-def local_ray_cluster(num_cpus: int) -> Iterator[None]:
+def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int | None = None) -> Iterator[str]:
     """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's cores.
 
-    Raises PipelineError if Ray cannot be started.
+    ``inline_limit``: bytes from which results are put into the object store, if not those of ``RAY_SETTINGS``. Yields the
+    address of Ray's dashboard, host:port, which is empty without ``dashboard``. Raises PipelineError if Ray cannot be started.
     """
     assert_supported(RAY_SYMBOLS)
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home. This one is
@@ -48,16 +49,17 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
         os.environ.setdefault(name, value)  # inherited by every process that Ray starts
     try:
         with _starting_ray("stopping the local Ray cluster"), keep_loopback_address():
-            ray.init(
+            context = ray.init(
                 address="local",
                 num_cpus=num_cpus,
                 resources={CORES_RESOURCE: usable_cpus()},
-                include_dashboard=False,
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _system_config=dict(RAY_SETTINGS),
+                _system_config=dict(RAY_SETTINGS) | ({INLINE_LIMIT: inline_limit} if inline_limit else {}),
             )
     except PipelineError:
         raise
@@ -65,7 +67,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
         raise PipelineError(f"Ray could not be started: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
     with mute_worker_logs():
         try:
-            yield
+            yield context.dashboard_url or ""
         finally:
             ray.shutdown()
 

@@ -1,6 +1,8 @@
 """Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not import Ray."""
 
+import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context
@@ -30,10 +32,31 @@ def kv_delete(key: str) -> None:
     table.KV_DELETE.value(key)
 
 
+def cluster_settings() -> dict[str, Any]:
+    """Return what ``--system-config`` of the head node has set."""
+    settings: dict[str, Any] = table.GLOBAL_STATE.value.get_system_config()
+    return settings
+
+
 def actor_state(actor: "ActorHandle[Any]") -> dict[str, Any]:
     """Return what Ray's table of actors has of this one: ``State``, ``Pid`` and ``Address``; empty if it is unknown."""
     state: dict[str, Any] = table.ACTORS.value(actor._actor_id.hex())
     return state
+
+
+def grafana_dashboards() -> dict[str, dict[str, Any]]:
+    """Return the dashboards that Ray generates for Grafana, by name; ``core`` is what Ray's code calls the default one."""
+    symbols = {
+        "core": table.CORE_DASHBOARD,
+        "serve": table.SERVE_DASHBOARD,
+        "serve_deployment": table.DEPLOYMENT_DASHBOARD,
+        "serve_llm": table.LLM_DASHBOARD,
+        "data": table.DATA_DASHBOARD,
+        "train": table.TRAIN_DASHBOARD,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves the file of a dashboard open
+        return {name: json.loads(symbol.value()[0]) for name, symbol in symbols.items()}
 
 
 def mute_worker_logs() -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol
 _ray: list[PrivateSymbol] = []
 _join: list[PrivateSymbol] = []
 _serve: list[PrivateSymbol] = []
+_monitoring: list[PrivateSymbol] = []
 
 
 def _add(table: list[PrivateSymbol], module: str, *names: str, needed_for: str, breaks: str) -> tuple[PrivateSymbol, ...]:
@@ -44,6 +45,13 @@ _add(
     "ActorHandle._actor_id",
     needed_for="the key under which Ray's table of actors has an actor",
     breaks="the replacement of hung stages",
+)
+(GLOBAL_STATE,) = _add(
+    _ray,
+    "ray._private.state",
+    "state",
+    needed_for="the settings with which the head node was started",
+    breaks="the count of hidden states by way",
 )
 (WORKER_LOGS,) = _add(
     _ray,
@@ -208,6 +216,16 @@ _add(
     breaks="the distribution of requests over pipelines",
 )
 
+CORE_DASHBOARD, SERVE_DASHBOARD, DEPLOYMENT_DASHBOARD, LLM_DASHBOARD, DATA_DASHBOARD, TRAIN_DASHBOARD = _add(
+    _monitoring,
+    "ray.dashboard.modules.metrics.grafana_dashboard_factory",
+    *("generate_default_grafana_dashboard", "generate_serve_grafana_dashboard", "generate_serve_deployment_grafana_dashboard"),
+    *("generate_serve_llm_grafana_dashboard", "generate_data_grafana_dashboard", "generate_train_grafana_dashboard"),
+    needed_for="Grafana dashboards whose panels Ray's dashboard shows, the first of them with our row",
+    breaks="tramontane monitoring",
+)
+
 RAY_SYMBOLS = tuple(_ray)  # wherever Ray is
 JOIN_SYMBOLS = tuple(_join)  # where a running cluster is joined; they bring gRPC
 SERVE_SYMBOLS = tuple(_serve)
+MONITORING_SYMBOLS = tuple(_monitoring)  # where Grafana's dashboards are written

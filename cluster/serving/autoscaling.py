@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.engine_keys import ScalingKeys
+from tramontane.cluster.config.serving_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
 SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # names of a router's custom metrics in Ray Serve

@@ -35,6 +35,7 @@ from tramontane.cluster.serve_patches.replica import format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
 from tramontane.cluster.serving.preflight import check_job_storage, check_ports, check_resources, check_running_serve
+from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages, token_file
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -57,12 +58,14 @@ class ReadyInfo:
     config: EngineConfig
     num_stages: int
     ready_after_s: float
+    dashboard: str = ""  # Ray's, host:port
 
     def to_line(self) -> str:
         """Return the line that announces it, as JSON if the configuration says so."""
         if self.config.json_output:
             fields = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
             fields["ui"] = f"{self.url}/ui"
+            fields |= {"dashboard": f"http://{self.dashboard}"} if self.dashboard else {}
             numbers = {
                 "replicas": self.config.replicas,
                 "max_replicas": self.config.max_pipelines,
@@ -73,10 +76,11 @@ class ReadyInfo:
         low, high = self.config.replicas, self.config.max_pipelines
         pipelines = f"{low} to {high} pipelines" if high > low else f"{low} pipeline{'s' * (low != 1)}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
+        dashboard = f", Ray's dashboard is http://{self.dashboard}" if self.dashboard else ""
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
             f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; "
-            f"{self.url}/ui shows it at work, Ctrl-C stops it"
+            f"{self.url}/ui shows it at work{dashboard}, Ctrl-C stops it"
         )
 
 
@@ -100,13 +104,13 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
     cluster = _own_cluster if config.address is None else _joined_cluster
-    with cluster(config, report, show_loading) as has_grpc:
+    with cluster(config, report, show_loading) as (has_grpc, dashboard):
         started_at = psutil.Process().create_time()
         url = f"http://{format_host(config.host)}:{config.port}"
         _wait_until_healthy(url)
         grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
         num_stages = len(actor_names(rf"{OUR_PIPELINES}{STAGE_SUFFIX}\d+")) // config.replicas
-        ready = ReadyInfo(url, grpc, config, num_stages, time.time() - started_at)
+        ready = ReadyInfo(url, grpc, config, num_stages, time.time() - started_at, dashboard)
         with SignalCounter() as signals:
             with report_losses(OUR_PIPELINES, logger.warning):
                 announce(ready)
@@ -122,25 +126,46 @@ def _log_progress(message: str) -> None:
 
 
 @contextmanager
-def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
-    """Serve in a cluster of our own, which ends with this process in any case. Yields whether there is gRPC."""
+def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[tuple[bool, str]]:
+    """Serve in a cluster of our own, which ends with this process in any case.
+
+    Yields whether there is gRPC, and the address of Ray's dashboard, if it is wanted.
+    """
     report("checking the checkpoint")
     spec = pipeline_spec(config, validate_model(config), probe_local())  # raises PlanError before Ray is started
     check_ports(config, report)
+    problem = let_dashboard_show_stages() if config.dashboard else ""
     report("starting Ray")
-    with local_ray_cluster(num_cpus=config.max_pipelines * spec.num_workers * spec.threads_per_stage):
+    num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage
+    with (
+        local_ray_cluster(num_cpus, config.dashboard, config.inline_limit) as dashboard,
+        _announced(dashboard, problem, config.port, report),
+    ):
         report("starting Ray Serve")
         _start_serve(config)
         report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
         with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                 _run(config, launched=False, owns_serve=False)
-            yield config.grpc_port > 0
+            yield config.grpc_port > 0, dashboard
 
 
 @contextmanager
-def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
-    """Serve on a cluster that stays. Yields whether there is gRPC: Ray Serve may have been started without it."""
+def _announced(dashboard: str, problem: str, port: int, report: Report) -> Iterator[None]:
+    """Report where Ray's dashboard is, if there is one, and what it lacks."""
+    if not dashboard:
+        yield
+        return
+    with token_file(port) as token:
+        asks = f", with the token in {token}" if token else ""
+        shows = f"does not show the stages: {problem}; see tramontane monitoring --help" if problem else "shows the stages"
+        report(f"Ray's dashboard is at http://{dashboard}{asks}; its Metrics page {shows}")
+        yield
+
+
+@contextmanager
+def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[tuple[bool, str]]:
+    """Serve on a cluster that stays. Yields whether there is gRPC, without which Ray Serve may have been started, and ""."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
@@ -163,7 +188,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             with send_heartbeats(_supervisors):
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)
-                yield has_grpc
+                yield has_grpc, ""
 
 
 @contextmanager

@@ -6,11 +6,14 @@ from contextlib import contextmanager
 import ray
 from ray.cluster_utils import Cluster
 
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS
+
 
 @contextmanager
 def three_nodes() -> Iterator[Cluster]:
-    """Start three nodes with room for one stage each, and connect this process."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    """Start three nodes with room for one stage each and the shipped settings, and connect this process."""
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         nodes.add_node(num_cpus=1)
     nodes.wait_for_nodes()

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
-from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS, monitoring_settings
 from tramontane.cluster.deploy import ray_up as cluster_file
 from tramontane.cluster.deploy.ray_up import MARK, SERVE_FILE, SETTINGS_FILE
 from tramontane.proto.errors import ConfigError, PlanError
@@ -108,6 +108,7 @@ def test_the_traps_of_ray_up_are_set_right(provider: str, tmp_path: Path) -> Non
     there = dict(line.split("=", 1) for line in lines)
     assert {name: there[name] for name in SERVE_SETTINGS} == SERVE_SETTINGS
     assert there["RAY_AUTH_MODE"] == "token"
+    assert there.items() >= monitoring_settings().items()
     assert there["PATH"].split(":")[0] == f"{tmp_path}/tramontane/bin"
     assert document["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     for kind in ("head", "worker"):

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.cli.k8s import THREADS_HELP
+from tramontane.cluster.cli.deploy import THREADS_HELP
 from tramontane.cluster.cli.serve import drain
 from tramontane.cluster.config.engine_config import GROUPS, EngineConfig
 from tramontane.cluster.config.key import extra
@@ -37,6 +37,7 @@ KEYS = {
     "gpu_memory": "PSF",
     "gpu_speed": "PSF",
     "link": "PSF",
+    "inline_limit": "--F",
     "step_timeout": "-SF",
     "expert_actors": "PSF",
     "expert_replicas": "PSF",
@@ -62,6 +63,7 @@ KEYS = {
     "stream_writes_per_s": "-S-",
     "drain_timeout": "-SF",
     "slow_reader_timeout": "-SF",
+    "dashboard": "--F",
     "move_experts": "-SF",
     "api_key": "--F",
     "api_key_file": "-SF",

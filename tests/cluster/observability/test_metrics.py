@@ -18,9 +18,9 @@ from tramontane.cluster.observability.metrics import (
     REQUEST_KINDS,
     REQUEST_METRICS,
     DeltaCounter,
-    ExpertTokenMetrics,
     ExpertWorkMetrics,
     Metric,
+    StageActorMetrics,
 )
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
@@ -64,16 +64,26 @@ def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
 
 def test_every_expert_of_a_stage_has_a_series() -> None:
     metrics = StandIns()
-    tokens = ExpertTokenMetrics(metrics, "app-0", 1)
+    tokens = StageActorMetrics(metrics, "app-0", 1)
     counter = metrics.counters["expert_tokens"]
-    tokens.export({4: (1, 0), 5: (2, 3)})
-    tokens.export({4: (1, 7), 5: (2, 4)})
+    tokens.export({4: (1, 0), 5: (2, 3)}, {})
+    tokens.export({4: (1, 7), 5: (2, 4)}, {})
     tags = {"pipeline": "app-0", "stage": "1"}
     expected = {("4", "0"): 1, ("4", "1"): 7, ("5", "0"): 2, ("5", "1"): 4}
     assert counter.totals == {
         tuple(sorted((tags | {"layer": layer, "expert": expert}).items())): n for (layer, expert), n in expected.items()
     }
     assert counter.num_calls == 5
+
+
+def test_hidden_states_have_a_series_for_each_way() -> None:
+    metrics = StandIns()
+    stage = StageActorMetrics(metrics, "app-0", 1)
+    stage.export({}, {"inline": (3, 3000)})
+    stage.export({}, {"inline": (4, 4000), "plasma": (1, 2**21)})
+    series = [tuple(sorted({"pipeline": "app-0", "stage": "1", "way": way}.items())) for way in ("inline", "plasma")]
+    assert metrics.counters["sent_hops"].totals == dict(zip(series, (4, 1), strict=True))
+    assert metrics.counters["sent_bytes"].totals == dict(zip(series, (4000, 2**21), strict=True))
 
 
 def test_an_expert_actors_work_has_two_counters() -> None:

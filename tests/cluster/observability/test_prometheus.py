@@ -1,11 +1,8 @@
 """A real Prometheus reads a real server: every panel of the dashboard shows something, and every alert can be judged."""
 
 import asyncio
-import math
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import ray
-import yaml
 from dashboard_queries import ALERTS, alerts, queries
+from real_prometheus import PROMETHEUS, find_series, running_prometheus
 from serve_cluster import free_port, router_stats, running_application
 
 from tramontane.cluster.pipeline import ray_cluster
 
-PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.serve,
@@ -50,36 +46,15 @@ def url() -> Iterator[str]:
 
 @contextmanager
 def _prometheus(folder: Path) -> Iterator[httpx.Client]:
-    """It scrapes this cluster's only node every second, and judges our alerts."""
+    """It scrapes this cluster's only node, and judges our alerts."""
     target = f"127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}"
-    settings = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(ALERTS)],
-        "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": [target]}]}],
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    address = f"127.0.0.1:{free_port()}"
-    flags = {"config.file": folder / "prometheus.yml", "storage.tsdb.path": folder / "data", "web.listen-address": address}
-    assert PROMETHEUS
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen([PROMETHEUS, *(f"--{k}={v}" for k, v in flags.items())], stdout=log, stderr=log)
-        try:
-            with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
-                yield client
-        finally:
-            process.terminate()
-            process.wait()
+    scrape = {"job_name": "ray", "static_configs": [{"targets": [target]}]}
+    with running_prometheus(folder, {"rule_files": [str(ALERTS)], "scrape_configs": [scrape]}, free_port()) as client:
+        yield client
 
 
 def _values(client: httpx.Client, query: str) -> list[float]:
-    """Of all series that the query finds; none while Prometheus is starting."""
-    try:
-        answer = client.get("/api/v1/query", params={"query": query})
-    except httpx.HTTPError:
-        return []
-    assert answer.status_code in (200, 503), f"{query}: {answer.text}"
-    found = answer.json()["data"]["result"] if answer.status_code == 200 else []
-    return [value for series in found if not math.isnan(value := float(series["value"][1]))]
+    return [value for _, value in find_series(client, query)]
 
 
 async def _burst(url: str) -> int:

@@ -231,7 +231,7 @@ BOTH = ("stage-0", "stage-1")
 
 
 def _stage(number: int, pid: int, epoch: int = 7, loaded: int = 10) -> StageHealth:
-    return StageHealth(f"stage {number + 1}/2", pid, "0123abcd456789", 0, loaded, 10, 0.0, epoch, "router", {})
+    return StageHealth(f"stage {number + 1}/2", pid, "0123abcd456789", 0, loaded, 10, 0.0, epoch, "router", {}, {})
 
 
 RESTARTING = ActorUnavailableError("The actor is temporarily unavailable: IOError: The actor is restarting.", b"a" * 16)

@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import ray
 from harness import GREEDY, random_ids, run_prompts, running_chain, scheduler_for
@@ -13,15 +16,20 @@ from reference import assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.actors.sent_states import SERIALIZED_OVERHEAD, SentStates, inline_limit
+from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS
 from tramontane.proto import wire
+from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
-ARGS = tiny_args(n_layers=3, window=24, max_seq_len=2048)
+DIM = 256  # of float32: 1 KiB per token
+ARGS = replace(tiny_args(n_layers=3, window=24, max_seq_len=2048), dim=DIM)
 EPOCH = 2**50  # above those that count milliseconds
 PROMPTS = [random_ids(n, seed=n) for n in (1, 30, 900, 1500)]
+LIMIT = RAY_SETTINGS[INLINE_LIMIT]
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +42,82 @@ def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> N
     model = random_model(ARGS)
     plan = tiny_plan(ARGS, 3)
     spec = PipelineSpec("three-nodes", plan, write_checkpoint(tmp_path / "model", ARGS, model), 1, use_gpus=False)
-    with running_chain(spec) as chain:
-        nodes = [ray.get(stage.health.remote()).node_id for stage in chain.stages]
-        assert len(set(nodes)) == 3
-        scheduler = scheduler_for(plan, budget=2048)
-        outputs = asyncio.run(run_prompts(chain, scheduler, PROMPTS))
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            expected = greedy(model.state_dict(), ARGS, prompt, GREEDY.max_tokens, output)
-            assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
-        _check_object_store(chain.stages, nodes)
+    outputs = {}
+    for link in get_args(Link):
+        with running_chain(replace(spec, name=f"three-{link}", link=link)) as chain:
+            nodes = [ray.get(stage.health.remote()).node_id for stage in chain.stages]
+            assert len(set(nodes)) == 3
+            scheduler = scheduler_for(plan, budget=2048)
+            outputs[link] = asyncio.run(run_prompts(chain, scheduler, PROMPTS))
+            _check_ways(link, chain.stages)
+            if link == "object-store":
+                _check_object_store(chain.stages, nodes)
+    for prompt, output in zip(PROMPTS, outputs["object-store"], strict=True):
+        expected = greedy(model.state_dict(), ARGS, prompt, GREEDY.max_tokens, output)
+        assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
+    assert outputs["direct"] == outputs["object-store"]
 
 
-def _check_object_store(stages: list[object], nodes: list[str]) -> None:
-    """1,024 tokens of 32 floats are 128 KiB: above Ray's default threshold of 100 KiB; 8 tokens are 1 KiB."""
+def _check_ways(link: str, stages: list[Any]) -> None:
+    """Prompts of 2,431 tokens were computed at most 2,048 at a time; decodes are at most 4 KiB."""
+    first, second, last = (ray.get(stage.health.remote()).sent for stage in stages)
+    assert first == second
+    assert last == {}, "its results go to the router"
+    assert first.keys() == ({"direct"} if link == "direct" else {"inline", "plasma"})
+    hops, num_bytes = map(sum, zip(*first.values(), strict=True))
+    assert num_bytes == 1024 * (sum(map(len, PROMPTS)) + len(PROMPTS) * (GREEDY.max_tokens - 1))
+    assert hops >= GREEDY.max_tokens
+    if link == "object-store":
+        assert first["plasma"][1] >= LIMIT
+
+
+def _check_object_store(stages: list[Any], nodes: list[str]) -> None:
+    """2,048 tokens are 2 MiB, above the shipped limit of 1 MiB; 1 token is 1 KiB."""
     for stage in stages:
-        ray.get(stage.fence.remote(EPOCH, "test"))  # type: ignore[attr-defined]
-    large = _first_hop(stages[0], _prompt_batch(step_id=0, seq_id=0, num_tokens=1024))
-    small = _first_hop(stages[0], _prompt_batch(step_id=1, seq_id=1, num_tokens=8))
+        ray.get(stage.fence.remote(EPOCH, "test"))
+    before = ray.get(stages[0].health.remote()).sent
+    large = _first_hop(stages[0], _prompt_batch(step_id=0, seq_id=0, num_tokens=2048))
+    small = _first_hop(stages[0], _prompt_batch(step_id=1, seq_id=1, num_tokens=1))
     where = ray.experimental.get_object_locations([large, small])
     assert where[large]["node_ids"] == [nodes[0]], "in the store of the node that made it"
-    assert where[large]["object_size"] > 128 * 1024
+    assert where[large]["object_size"] > 2 * 2**20
     assert where[small]["node_ids"] == [], "small hidden states ride inline"
+    after = ray.get(stages[0].health.remote()).sent
+    counted = {way: tuple(new - old for new, old in zip(after[way], before[way], strict=True)) for way in after}
+    assert counted == {"plasma": (1, 2 * 2**20), "inline": (1, 2**10)}
 
 
-def _first_hop(stage: object, batch: MicroBatch) -> "ray.ObjectRef[object]":
-    ref: ray.ObjectRef[object] = stage.step.remote(wire.encode_batch(batch), None)  # type: ignore[attr-defined]
+@ray.remote
+class _Sender:
+    """Counts as a stage does, from what it reads of the cluster."""
+
+    def __init__(self) -> None:
+        self.limit = inline_limit()
+
+    def read_limit(self) -> int:
+        return self.limit
+
+    def send(self, num_bytes: int) -> Any:  # noqa: ANN401 - Packed
+        return bytes(300), np.zeros(num_bytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("over", [-40, -10, 10, 40])
+def test_the_count_follows_ray_s_own_choice(cluster: Cluster, over: int) -> None:
+    """Near the limit, to some bytes."""
+    sender = _Sender.options(num_cpus=0).remote()
+    assert ray.get(sender.read_limit.remote()) == LIMIT
+    size = LIMIT - 300 - SERIALIZED_OVERHEAD + over
+    ref = sender.send.remote(size)
+    ray.wait([ref], fetch_local=False)
+    sent = SentStates(LIMIT)
+    sent.add_result(ray.get(ref))
+    is_stored = bool(ray.experimental.get_object_locations([ref])[ref]["node_ids"])
+    assert is_stored == (over > 0)
+    assert sent.totals() == {"plasma" if is_stored else "inline": (1, size)}
+
+
+def _first_hop(stage: Any, batch: MicroBatch) -> "ray.ObjectRef[object]":  # noqa: ANN401 - an actor
+    ref: ray.ObjectRef[object] = stage.step.remote(wire.encode_batch(batch), None)
     ray.wait([ref], fetch_local=False)
     return ref
 

@@ -17,13 +17,13 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.ray_internals import accessors, table
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol, assert_supported
-from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, SERVE_SYMBOLS
+from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, MONITORING_SYMBOLS, RAY_SYMBOLS, SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.proxy import proxy_middlewares
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError, UserError
 
-TABLES = (RAY_SYMBOLS, JOIN_SYMBOLS, SERVE_SYMBOLS)
+TABLES = (RAY_SYMBOLS, JOIN_SYMBOLS, SERVE_SYMBOLS, MONITORING_SYMBOLS)
 KNOWN = PrivateSymbol("ray.serve._private.replica:MessageQueue", (), RAY_VERSION, "a test", "this test")
 
 

@@ -1,16 +1,18 @@
-"""``tramontane cluster-yaml``: the machines that a model needs, as a file for ``ray up``."""
+"""``tramontane k8s`` and ``tramontane cluster-yaml``: the pods or machines that a model needs, as files."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from tramontane.cluster.cli.k8s import SHARED_KEYS, ModelHere, ThreadsThere
 from tramontane.cluster.config.engine_keys import BatchingKeys
 from tramontane.cluster.config.key import parse_gpu_memory
 from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
 from tramontane.cluster.console.output_files import check_replaceable, writing
+from tramontane.cluster.deploy.k8s_overlay import FILES, Overlay, overlay_files
+from tramontane.cluster.deploy.k8s_overlay import MARK as OVERLAY_MARK
 from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
     THREADS,
@@ -20,13 +22,97 @@ from tramontane.cluster.deploy.planned_cluster import (
     plan_on,
     planned_config,
 )
-from tramontane.cluster.deploy.ray_up import MACHINES, MARK, InstanceType, RayUpSpec, render
+from tramontane.cluster.deploy.ray_up import MACHINES, InstanceType, RayUpSpec, render
+from tramontane.cluster.deploy.ray_up import MARK as RAY_UP_MARK
 from tramontane.proto.errors import ConfigError, PlanError
 
-# Keys that a file of --config must not have.
-FIXED_KEYS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
+# Pods are alike: the keys that they share are options of this command and of cluster-yaml.
+SHARED_KEYS = (
+    *("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+    *("step_timeout", "expert_actors", "expert_replicas"),
+)
+K8S_FIXED_KEYS = {  # which a file of --config must not have
+    *("placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"),
+    *("expert_memory", "gpu_speed", "stages_per_gpu"),  # pods and their GPUs are alike, and have a stage each
+}
+IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
+
+RAY_UP_FIXED_KEYS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
 MODELS_FOLDER = "/models"
-DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
+RAY_UP_DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
+
+ModelHere = Annotated[
+    Path | None,
+    key_option("model", help="Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."),
+]
+THREADS_HELP = f"CPU threads of a stage. Default: {THREADS}, or 1 with --cpu."
+ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help=THREADS_HELP)]
+
+
+@with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
+def k8s(
+    context: typer.Context,
+    stages: Annotated[int, key_option("stages", min=1, help="Pods of a pipeline, one for each stage.")],
+    gpu_memory: Annotated[str, key_option("gpu_memory", help="Memory of each GPU, one per stage and expert actor: 24GiB.")],
+    out: Annotated[Path, option("--out", "-o", help="Folder to write the overlay to.")],
+    model: ModelHere = None,
+    cpu: Annotated[bool, flag("--cpu", help="Without GPUs; --gpu-memory is what each stage may use.")] = False,
+    threads_per_stage: ThreadsThere = None,
+    replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
+    max_replicas: Annotated[int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")] = None,
+    redis: Annotated[bool, flag("--redis", help="Ray's head keeps its state in Redis, and may be replaced.")] = False,
+    image: Annotated[str | None, option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.")] = None,
+    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, relative to --out.")] = "../..",
+) -> None:
+    """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage."""
+    _check_folder(out)
+    image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
+    if not IMAGE_NAME.fullmatch(image):
+        raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
+    args = application_args(context, K8S_FIXED_KEYS)
+    args.setdefault("threads_per_stage", 1 if cpu else THREADS)
+    config = planned_config(args, model, replicas, max_replicas)
+    workers = WorkerPodSpec(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
+    plan = plan_on(config, workers)
+    overlay = Overlay(
+        command=command_line(context, "k8s", {"replicas": 1, "base": "../.."}),
+        args=args,
+        config=config,
+        plan=plan,
+        model=None if model is None else model_folder_name(model),
+        workers=workers,
+        redis=redis,
+        image=image,
+        base=base,
+    )
+    with writing(out, "--out"):
+        _write(overlay_files(overlay), out)
+    pods = (len(plan.stages) + config.expert_actors) * replicas
+    typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl apply -k {out}")
+    needed = out / base / "base"
+    if "//" not in base and not needed.is_dir():  # kubectl reads URLs
+        typer.echo(f"the overlay needs {needed}, which does not exist: copy Tramontane's k8s/ to {out / base}, or give --base")
+
+
+def _write(files: dict[str, str], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if name in files:
+            (out / name).write_text(files[name], encoding="utf-8")
+        else:
+            (out / name).unlink(missing_ok=True)
+
+
+def _check_folder(out: Path) -> None:
+    """Raise ConfigError if no folder can be there, or a file is in it that the command has not written."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    for path in (out / name for name in FILES):
+        if path.exists():
+            check_replaceable(path, OVERLAY_MARK, "--out")
+
+
+# ---- ray up
 
 
 @with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
@@ -57,13 +143,13 @@ def cluster_yaml(
     """Write a file for ray up: a cluster that serves a model, one machine for each stage."""
     _check_options(provider, machine, gpu_memory, cpu, hosts, ssh_key)
     if out is not None:
-        check_replaceable(out, MARK, "--out")
-    args = application_args(context, FIXED_KEYS | {"gpu_memory"})
+        check_replaceable(out, RAY_UP_MARK, "--out")
+    args = application_args(context, RAY_UP_FIXED_KEYS | {"gpu_memory"})
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     chosen, num_nodes = _machine_for(args, model, replicas, provider, machine, gpu_memory, has_gpu=not cpu)
     model_key = {} if model is None else {"model": model_path or f"{MODELS_FOLDER}/{model_folder_name(model)}"}
     file = RayUpSpec(
-        command=command_line(context, "cluster-yaml", DEFAULTS),
+        command=command_line(context, "cluster-yaml", RAY_UP_DEFAULTS),
         provider=provider,
         machine=chosen.name,
         hosts=_hosts(hosts, num_nodes) if provider == "local" else (),

@@ -1,0 +1,146 @@
+"""Ray's dashboard in a real browser shows the stages at work, from a real Prometheus; a stand-in takes the place of Grafana."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import sleep
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+import yaml
+from browser import TIMEOUT_MS, LocalServer, browser
+from grafana_stub import GrafanaStub, interpolate
+from real_prometheus import PROMETHEUS, find_series, running_prometheus
+from serve_cluster import free_port, running_application
+
+from tramontane.cluster.cli.monitoring import monitoring
+from tramontane.cluster.config.ray_settings import CORE_DASHBOARD_UID, monitoring_settings
+from tramontane.cluster.deploy.ray_core_dashboard import ROW
+from tramontane.cluster.pipeline import ray_cluster
+from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus"),
+]
+NUM_STAGES, STREAMS = 2, 3
+# That both see the same time: Prometheus' rate is of as many seconds as /activity has.
+BUSY_WINDOW = {"$__rate_interval": "10s"}
+STAGE_PANELS = ("Stages at work", "Bubble of each stage")
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """A server at work, and what watches it."""
+
+    url: str
+    dashboard: str
+    prometheus: httpx.Client
+    grafana: GrafanaStub
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    folder, ports = tmp_path_factory.mktemp("monitoring") / "files", [free_port() for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
+        monitoring(folder, f"http://127.0.0.1:{ports[0]}")
+        settings = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
+        prometheus = stack.enter_context(running_prometheus(folder, settings, ports[0]))
+        stub = GrafanaStub(folder / "grafana.ini")
+        grafana = LocalServer(stub.app)
+        grafana.start()
+        stack.callback(grafana.stop)
+        addresses = monitoring_settings(f"http://127.0.0.1:{ports[0]}", grafana.url)
+        del addresses["RAY_GRAFANA_DEFAULT_DASHBOARD_UID"]  # which the command sets
+        for name, value in addresses.items():
+            patch.setenv(name, value)
+        patch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", "")
+        while problem := let_dashboard_show_stages():
+            assert "Grafana" not in problem
+            sleep(0.1)  # until Prometheus has started
+        patch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", CORE_DASHBOARD_UID)
+        dashboard = stack.enter_context(ray_cluster.local_ray_cluster(num_cpus=4, dashboard=True))
+        stack.enter_context(running_application(ports[1], ports[2], dtype="float32", stages=NUM_STAGES, threads_per_stage=1))
+        url = f"http://127.0.0.1:{ports[1]}"
+        stack.enter_context(_work(url))
+        yield Monitored(url, f"http://{dashboard}", prometheus, stub)
+
+
+@contextmanager
+def _work(url: str) -> Iterator[None]:
+    """Keep the stages busy while the block runs."""
+    stopped = threading.Event()
+
+    def stream() -> None:
+        body = {"prompt": "What news from Rome?", "max_tokens": 60, "ignore_eos": True}
+        with httpx.Client(timeout=60) as client, suppress(httpx.HTTPError):
+            while not stopped.is_set():
+                client.post(f"{url}/v1/completions", json=body)
+
+    threads = [threading.Thread(target=stream) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    yield
+    stopped.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_every_query_of_the_row_finds_a_series_for_each_live_stage(monitored: Monitored) -> None:
+    """Within 5 points of the server's own figures, as soon as both are of the same ten seconds."""
+    dashboard = monitored.grafana.dashboards[CORE_DASHBOARD_UID]
+    row = json.loads(ROW.read_text(encoding="utf-8"))
+    queries = {
+        f"{panel['title']} {target['refId']}": interpolate(
+            target["expr"].replace(*next(iter(BUSY_WINDOW.items()))), dashboard, {}
+        )
+        for panel in row
+        for target in panel.get("targets", ())
+    }
+    missing = set(queries)
+    while missing:
+        missing = {name for name in missing if not find_series(monitored.prometheus, queries[name])}
+        sleep(0.2)
+    for title in STAGE_PANELS:
+        series = find_series(monitored.prometheus, queries[f"{title} A"])
+        assert sorted(labels["stage"] for labels, _ in series) == [str(stage) for stage in range(NUM_STAGES)], title
+    hops = find_series(monitored.prometheus, queries["Hops between stages A"])
+    assert [labels["stage"] for labels, _ in hops] == [str(stage) for stage in range(1, NUM_STAGES)]
+    while True:  # until pytest's own timeout
+        (pipeline,) = httpx.get(f"{monitored.url}/activity", timeout=30).json()["pipelines"]
+        series = find_series(monitored.prometheus, queries["Stages at work A"])
+        shown = {int(labels["stage"]): value for labels, value in series}
+        if len(shown) == NUM_STAGES and all(abs(shown[stage] - busy) < 0.05 for stage, busy in enumerate(pipeline["busy"])):
+            assert min(pipeline["busy"]) > 0.02, "they are at work"
+            break
+        sleep(0.3)
+
+
+def test_ray_s_metrics_page_embeds_the_dashboard_that_begins_with_our_row(monitored: Monitored) -> None:
+    with browser() as chromium:
+        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        page.goto(f"{monitored.dashboard}/#/metrics")
+        source = page.locator("iframe").first.get_attribute("src", timeout=TIMEOUT_MS)
+        assert source
+        frame = page.frame_locator("iframe")
+        frame.get_by_text("Stages at work").wait_for(timeout=TIMEOUT_MS)
+        assert frame.locator("h3").inner_text() == "Tramontane"
+        assert frame.get_by_text("stage 1:").first.is_visible()
+        if picture := os.environ.get("TRAMONTANE_PICTURE"):  # for docs/observability.md
+            page.screenshot(path=Path(picture))
+    address = urlsplit(source)
+    assert address.path == f"/d/{CORE_DASHBOARD_UID}/"
+    variables = parse_qs(address.query)
+    assert variables["var-datasource"] == ["Prometheus"]
+    assert variables["var-SessionName"][0].startswith("session_")
+    uid, requested = monitored.grafana.requested[-1]
+    assert uid == CORE_DASHBOARD_UID
+    assert requested["var-SessionName"] == variables["var-SessionName"][0]
