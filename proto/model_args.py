@@ -116,6 +116,23 @@ class ModelArgs:
             raise InvalidModelConfigError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; those of a tied head are counted once."""
+        return self._count_parameters(self.moe.num_experts if self.moe else 1)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that compute a token: without the experts that it does not choose."""
+        return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 1)
+
+    def _count_parameters(self, num_experts: int) -> int:
+        """Count with so many experts per layer. Mixtral 8x7B: 46.7 billion with 8, and 12.9 with 2."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        gate = self.dim * self.moe.num_experts if self.moe else 0
+        layer = attention + gate + 3 * self.dim * self.hidden_dim * num_experts + 2 * self.dim
+        return self.n_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim + self.dim
+
+    @property
     def window_classes(self) -> tuple[int | None, ...]:
         """Distinct windows, in the order in which layers first use them."""
         return tuple(dict.fromkeys(self.windows))

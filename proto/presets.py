@@ -1,11 +1,12 @@
 """Geometries of published models, by name: for plans, random checkpoints and benchmarks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs, YarnScaling
 
 _7B_V1 = ModelArgs(
     dim=4096,
@@ -23,6 +24,39 @@ _7B_V1 = ModelArgs(
 )
 _7B_V2 = replace(_7B_V1, rope_theta=1e6, windows=(None,) * 32)
 
+_FULL = (None,)  # a window for each layer that attends to all positions
+_24B = replace(
+    _7B_V1,
+    dim=5120,
+    n_layers=40,
+    hidden_dim=32_768,
+    vocab_size=131_072,
+    rope_theta=1e8,
+    windows=_FULL * 40,
+)
+_24B_128K = replace(_24B, rope_theta=1e9, max_seq_len=131_072)
+_123B = replace(
+    _7B_V2,
+    dim=12_288,
+    n_layers=88,
+    hidden_dim=28_672,
+    n_heads=96,
+    vocab_size=32_768,
+    max_seq_len=131_072,
+    windows=_FULL * 88,
+)
+_MINISTRAL_3 = replace(
+    _7B_V2,
+    n_layers=34,
+    vocab_size=131_072,
+    max_seq_len=262_144,
+    windows=_FULL * 34,
+    rope_scaling=YarnScaling(factor=16.0, original_max_seq_len=16_384, llama4_beta=0.1),
+)
+_YARN_64 = YarnScaling(factor=64.0, original_max_seq_len=4096, beta_fast=4.0)
+_123B_YARN = replace(_123B, vocab_size=131_072, max_seq_len=262_144, rope_scaling=_YARN_64)
+
+# Language models. Those since Mistral Small 3.1 are published with an encoder of images, which is not counted here.
 PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
     {
         "mistral-7b-v0.1": _7B_V1,
@@ -48,6 +82,26 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
             rope_theta=1e8,
             max_seq_len=131_072,
             windows=(None, 32_768, 32_768, 32_768) * 9,
+        ),
+        "codestral-22b": replace(
+            _7B_V2, dim=6144, n_layers=56, hidden_dim=16_384, n_heads=48, vocab_size=32_768, windows=_FULL * 56
+        ),
+        "mistral-large-2-123b": _123B,
+        "mistral-small-24b": _24B,
+        "mistral-small-3.1-24b": _24B_128K,
+        "mistral-small-3.2-24b": _24B_128K,
+        "devstral-small-24b": _24B_128K,
+        "ministral-3-3b": replace(_MINISTRAL_3, dim=3072, n_layers=26, hidden_dim=9216, windows=_FULL * 26, tied_embeddings=True),
+        "ministral-3-8b": _MINISTRAL_3,
+        "ministral-3-14b": replace(_MINISTRAL_3, dim=5120, n_layers=40, hidden_dim=16_384, windows=_FULL * 40, rope_theta=1e9),
+        "devstral-small-2-24b": replace(
+            _24B,
+            max_seq_len=393_216,
+            rope_scaling=YarnScaling(factor=48.0, original_max_seq_len=8192, llama4_beta=0.1),
+        ),
+        "devstral-2-123b": _123B_YARN,
+        "mistral-medium-3.5-128b": replace(
+            _123B_YARN, rope_scaling=replace(_YARN_64, attention_factor=0.1 * math.log(_YARN_64.factor) + 1)
         ),
     }
 )

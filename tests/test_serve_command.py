@@ -54,8 +54,9 @@ def _restore_signals() -> None:
 @contextmanager
 def _server(environment: dict[str, str], *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
     """A server that is ready, and what its ready line says."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _restore_signals}
-    with subprocess.Popen([*COMMAND, "--json", "--grpc-port", str(free_port()), *arguments], env=environment, **pipes) as process:
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _restore_signals}
+    command = [*COMMAND, "--json", "--grpc-port", str(free_port()), *arguments]
+    with subprocess.Popen(command, env=environment, process_group=0, **how) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
@@ -127,7 +128,7 @@ def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> No
             short_lines, long_lines = short.iter_lines(), long.iter_lines()
             assert next(short_lines).startswith("data: {")
             assert next(long_lines).startswith("data: {")
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)  # to all processes of the group, as timeout and systemd do
             while (health := httpx.get(f"{ready['url']}/health", timeout=60)).status_code == 200:
                 time.sleep(0.01)
             assert health.json()["error"]["code"] == "draining"

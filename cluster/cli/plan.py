@@ -81,7 +81,8 @@ def plan(
     pipeline = _make_plan(args, request, settings.stages_per_gpu)
     times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
     if as_json:
-        print(json.dumps(plan_as_data(pipeline, budgets, times, experts)))
+        parameters = {"parameters": args.num_parameters, "active_parameters": args.num_active_parameters}
+        print(json.dumps(parameters | plan_as_data(pipeline, budgets, times, experts)))
         return
     console = Console(highlight=False)
     _show(console, str(model), args, pipeline, budgets, times)
@@ -163,10 +164,19 @@ def _show(
     formats = plan.stages[0].weight_format
     matrices = formats.quantize or formats.matrix_dtype
     weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
-    console.print(f"{model} in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
+    console.print(f"{model}: {_parameters(args)}", soft_wrap=True, markup=False)
+    console.print(f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
     each = ", ".join(f"{time:.2f}" for time in times)
     console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)
     console.print(_at_once(plan), soft_wrap=True)
+
+
+def _parameters(args: ModelArgs) -> str:
+    """Describe their number: ``46.7 billion parameters, of which 12.9 billion compute a token``."""
+    total, active = (number / 1e9 for number in (args.num_parameters, args.num_active_parameters))
+    digits = 1 if total > 1 else 3
+    of_experts = f", of which {active:.{digits}f} billion compute a token" if args.moe else ""
+    return f"{total:.{digits}f} billion parameters{of_experts}"
 
 
 def _pages(plan: PipelinePlan) -> str:

@@ -16,6 +16,7 @@ from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS, S
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
 from tramontane.cluster.ray_internals.accessors import (
     head_channel,
+    keep_daemons_from_signals,
     keep_loopback_address,
     keep_sigterm_handler,
     mute_worker_logs,
@@ -48,7 +49,7 @@ def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int 
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by every process that Ray starts
     try:
-        with _starting_ray("stopping the local Ray cluster"), keep_loopback_address():
+        with _starting_ray("stopping the local Ray cluster"), keep_loopback_address(), keep_daemons_from_signals():
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus,

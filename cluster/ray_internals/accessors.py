@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tramontane.cluster.ray_internals import table
@@ -57,6 +58,11 @@ def grafana_dashboards() -> dict[str, dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves the file of a dashboard open
         return {name: json.loads(symbol.value()[0]) for name, symbol in symbols.items()}
+
+
+def keep_daemons_from_signals() -> AbstractContextManager[None]:
+    """Start Ray's daemons in process groups of their own while the block runs: a signal to our group is for us."""
+    return table.START_DAEMON.replaced(partial(table.START_DAEMON.value, process_group=0))
 
 
 def mute_worker_logs() -> AbstractContextManager[None]:

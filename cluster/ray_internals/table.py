@@ -74,6 +74,13 @@ _add(
     needed_for="our own handling of SIGTERM",
     breaks="the removal of pipelines when a command gets SIGTERM",
 )
+(START_DAEMON,) = _add(
+    _ray,
+    "ray._private.services",
+    "ConsolePopen",
+    needed_for="Ray's daemons in process groups of their own, which a signal to the group of the command does not reach",
+    breaks="draining when timeout, systemd or a terminal ends serve, because Ray ends first",
+)
 (SET_PROCESS_TITLE,) = _add(
     _ray,
     "ray._raylet",

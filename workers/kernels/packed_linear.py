@@ -163,3 +163,7 @@ def _self_test(matmul: PackedMatmul) -> None:
         x_TK = torch.randn(num_tokens, weight_NK.shape[1], generator=generator).to(matmul.dtype)
         expected_TN = x_TK.float() @ (weight_NK.float() * scale_N[:, None]).T
         assert_close_norm(matmul.multiply(x_TK, packed_PUCS, len(weight_NK), scale_N), expected_TN, MAX_DIFFERENCE)
+    layer = PackedLinear(matmul, Linear(weight_NK.shape[1], len(weight_NK)))  # without scales
+    layer.weight.copy_(packed_PUCS)
+    sizes = (len(x_TK) // 3, len(x_TK) - len(x_TK) // 3)
+    assert_close_norm(matmul.multiply_groups(x_TK, [layer, layer], sizes), x_TK.float() @ weight_NK.float().T, MAX_DIFFERENCE)

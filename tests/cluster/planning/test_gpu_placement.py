@@ -1,6 +1,7 @@
 """Stages over GPUs that are not alike: no GPU over its memory, the plan as fast as can be, and every pipeline its share."""
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_args
 
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.pipeline.engine import local_devices
 from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, gpu_choices, partition_gpus, placement_candidates
 from tramontane.cluster.planning.hardware import Gpu, Hardware
@@ -207,18 +209,18 @@ def _least(span: range) -> int:
     return weights + pages * 16 * kv_bytes_per_position(ARGS, "float32")
 
 
-def _slowest(spans: Sequence[range], budgets: Sequence[StageBudget]) -> Fraction:
-    costs = layer_costs(ARGS)
+def _slowest(spans: Sequence[range], budgets: Sequence[StageBudget], measured: tuple[StageTime, ...] | None = None) -> Fraction:
+    costs = layer_costs(ARGS, measured=measured)
     return max(Fraction(sum(costs[layer] for layer in span), budget.speed) for span, budget in zip(spans, budgets, strict=True))
 
 
-def _best(budgets: Sequence[StageBudget]) -> Fraction | None:
+def _best(budgets: Sequence[StageBudget], measured: tuple[StageTime, ...] | None = None) -> Fraction | None:
     """The slowest stage of the best split that there is."""
     found = []
     for cuts in itertools.combinations(range(1, 6), len(budgets) - 1):
         spans = [range(start, end) for start, end in itertools.pairwise((0, *cuts, 6))]
         if all(_least(span) <= budget.memory * MEMORY_SHARE for span, budget in zip(spans, budgets, strict=True)):
-            found.append(_slowest(spans, budgets))
+            found.append(_slowest(spans, budgets, measured))
     return min(found, default=None)
 
 
@@ -261,3 +263,20 @@ def test_plans_keep_to_every_gpus_memory_and_are_as_fast_as_the_best_there_is(
     for stage, budget in zip(plan.stages, budgets, strict=True):
         assert stage.weight_bytes + stage.cache_bytes <= budget.memory * MEMORY_SHARE
     assert _slowest([stage.layers for stage in plan.stages], budgets) == best
+
+
+# ---- measured times
+
+
+def test_gpus_are_chosen_for_the_head_that_was_measured() -> None:
+    times, rng, num_planned = (StageTime(0, 2, 0.2), StageTime(3, 5, 0.8)), random.Random(0), 0
+    keys = CONFIG.model_dump(include={"dtype", "max_num_seqs", "page_size"})
+    for _ in range(150):
+        gpus = [Gpu(f"gpu {i}", rng.randrange(150_000, 600_000), f"node {i}", speed=rng.randint(1, 4)) for i in range(4)]
+        by_memory = [StageBudget(gpu.memory, gpu.speed) for gpu in sorted(gpus, key=lambda gpu: (-gpu.memory, -gpu.speed))]
+        possible = [best for two in itertools.combinations(by_memory, 2) if (best := _best(two, times)) is not None]
+        if possible:
+            plan, slots = search_plan(_config(**keys, stages=2, measured=times), ARGS, _hardware(gpus))
+            assert _slowest([stage.layers for stage in plan.stages], [slot.budget for slot in slots], times) == min(possible)
+            num_planned += 1
+    assert num_planned > 50

@@ -150,6 +150,16 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
     assert max(filled) < 0.85
 
 
+def test_cases_for_cpus_are_small_and_have_several_tiles() -> None:
+    plan = tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1).stages[0]
+    for make, keys in ((correctness_cases, 128), (timing_cases, 1280)):
+        for case in make(plan, CPU, 2):
+            cached = keys if case.prefill_index.window is None else 23
+            assert case.prefill_index.query_lens == (32, 32)
+            assert case.prefill_index.key_lens == (cached + 32,) * 2
+            assert case.decode_index.starts == [keys - 1, keys - 9]
+
+
 def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
     few, many = GatheredDecode(), PagedDecode()

@@ -1,5 +1,7 @@
 """The kernel in C for chunks of prompts computes what the definition of attention gives, from what each token sees alone."""
 
+from itertools import product
+
 import pytest
 import torch
 from native_attention import TOLERANCE, inputs, prefill, prefill_index
@@ -97,11 +99,12 @@ def test_nor_does_it_with_vectors_of_other_processors(other_processor: str, wind
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_nor_does_it_in_a_chunk_of_two_tokens(dtype: str) -> None:
+@pytest.mark.parametrize("element", [3, 19, 33])
+def test_nor_does_it_in_a_chunk_of_two_tokens(dtype: str, element: int) -> None:
     index = prefill_index([(148, 2)], None)
-    q, k, v = _inputs(index, (6, 2), 20, dtype)
+    q, k, v = _inputs(index, (6, 2), 34, dtype)
     right = prefill(q, k, v, index)
-    v[149, 1, 3] = torch.inf  # which only the second sees
+    v[149, 1, element] = torch.inf  # which only the second sees
     out = prefill(q, k, v, index)
     assert torch.equal(out[0], right[0])
     assert torch.equal(out[1, :3], right[1, :3])
@@ -109,16 +112,16 @@ def test_nor_does_it_in_a_chunk_of_two_tokens(dtype: str) -> None:
 
 
 def _assert_broken_where_seen(dtype: str, window: int | None, broken: int) -> None:
-    """Put NaN or an infinity into the key or value of one position, of one of two heads."""
+    """Put NaN or an infinity into the key or value of one position, of one of two heads, in any panel of 16 or 32 elements."""
     index = prefill_index([(0, 150)], window)
-    q, k, v = _inputs(index, (6, 2), 20, dtype)
+    q, k, v = _inputs(index, (6, 2), 34, dtype)
     right, sees = prefill(q, k, v, index), causal_window_mask(150, 150, window)[:, broken]
-    for where, number in ((k, torch.nan), (v, torch.nan), (v, torch.inf), (v, -torch.inf)):
-        before = where[broken, 1, 3].clone()
-        where[broken, 1, 3] = number
+    for (where, number), element in product(((k, torch.nan), (v, torch.nan), (v, torch.inf), (v, -torch.inf)), (3, 19, 33)):
+        before = where[broken, 1, element].clone()
+        where[broken, 1, element] = number
         out = prefill(q, k, v, index)
         is_broken = ~out.isfinite().all(dim=2)
         assert is_broken[sees, 3:].all()
         assert torch.equal(out[:, :3], right[:, :3])  # the heads of the other key
         assert torch.equal(out[~sees], right[~sees])
-        where[broken, 1, 3] = before
+        where[broken, 1, element] = before

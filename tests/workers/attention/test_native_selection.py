@@ -11,6 +11,7 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import autotune
 from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.kernel_cases import Compute, timing_cases
 from tramontane.workers.attention.native_backend import NativeDecode, NativePrefill
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, SdpaPrefill
 from tramontane.workers.device.native_library import CompilerError
@@ -80,3 +81,21 @@ def test_without_a_compiler_pytorch_computes_and_one_line_says_so(
 
 def _no_compiler(_plan: StagePlan) -> AttentionKernels:
     raise CompilerError("there is no C compiler")
+
+
+@needs_compiler
+def test_what_is_timed_are_the_timing_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1).stages[0]
+    cases = timing_cases(plan, torch.device("cpu"), autotune.CPU_TOKENS)
+    expected = torch.cat([case.expected[job].flatten() for job in (0, 1) for case in cases])
+    timed: list[Tensor] = []
+
+    def clock(compute: Compute) -> float:
+        timed.append(compute())
+        return 1.0
+
+    monkeypatch.setattr(autotune, "cpu_seconds", clock)
+    autotune._select_for_cpu.__wrapped__(plan)
+    assert len(timed) == 2
+    for out in timed:
+        torch.testing.assert_close(out, expected)

@@ -136,3 +136,12 @@ def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(compile_wi
 def test_the_processor_is_known_by_its_instructions() -> None:
     if Path("/proc/cpuinfo").exists():
         assert native_library._processor().count("\n") in (1, 2), "of the first core"
+
+
+def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "element.h"
+    header.write_text("typedef float element;", encoding="utf-8")
+    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
+    before = native_library._digest(["cc"], source, source)
+    header.write_text("typedef double element;", encoding="utf-8")
+    assert native_library._digest(["cc"], source, source) != before

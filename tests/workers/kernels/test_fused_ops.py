@@ -165,3 +165,37 @@ def test_experts_that_lie_together_use_it_too() -> None:
     worker = StageWorker(plan.stages[0], experts_together(random_model(args)), backend=backend)
     run_in_process(plan, [worker], [[1, 2, 3]], SamplingParams(max_tokens=1))
     assert num_rows == [6, 6], "two experts of each token, in two layers"
+
+
+COUNT_THREADS = """
+import os, torch
+from tramontane.workers.kernels.fused_ops import NativeOps
+torch.set_num_threads(7)
+ops = NativeOps("float32").fused_ops
+run = {
+    "silu": lambda rows: ops.silu_and_mul(torch.empty(rows, 2048)),
+    "norm": lambda rows: ops.fused_add_rms_norm(torch.empty(rows, 1024), torch.empty(rows, 1024), torch.empty(1024), 1e-5),
+}[os.environ["OPERATION"]]
+for rows in (32, 33):
+    run(rows)
+    print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.parametrize("operation", ["silu", "norm"])
+def test_more_than_32768_numbers_and_no_fewer_are_shared_by_threads(operation: str) -> None:
+    """In a new process: threads of OpenMP stay."""
+    if native_ops(tiny_args(), torch.float32) is EAGER:
+        pytest.skip("there is no C compiler here")
+    environment = os.environ | {"OPERATION": operation}
+    command = [sys.executable, "-c", COUNT_THREADS]
+    few, many = map(int, subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split())
+    assert many == few + 6
+
+
+def test_the_norm_is_of_the_rounded_sum() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    h, ones = torch.full((1, 64), 256.0).bfloat16(), torch.ones(1, 64).bfloat16()
+    sums, out = native_ops(tiny_args(), torch.bfloat16).fused_add_rms_norm(h, ones, ones[0], 1e-5)
+    assert (sums == 256).all()
+    assert (out == 1).all()

@@ -2,9 +2,11 @@
 
 import logging
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -414,3 +416,15 @@ def test_a_stage_without_a_compiler_computes_the_same(
     with torch.inference_mode():
         expected, tolerance = plain.model.head(hidden_TD), 3e-2 if quantize is Quantization.W8A8 else 1e-5
         torch.testing.assert_close(packed.model.head(hidden_TD), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+def test_large_pages_are_requested_for_weights() -> None:
+    packed = PackedMatmul(torch.float32, torch.float32).allocate(1024, 4096)
+    middle, flags, is_inside = packed.data_ptr() + packed.nbytes // 2, "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if region := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(region[1], 16) <= middle < int(region[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags

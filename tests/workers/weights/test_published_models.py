@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from harness import GREEDY, random_ids, run_in_process
 from safetensors.torch import load_file
 from stage_driver import Driver
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from tramontane.proto.hf_config import from_hf_config, to_hf_config
+from tramontane.proto.latent_geometry import LATENT_MODELS
 from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
 from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
@@ -82,7 +84,7 @@ def test_logits_are_those_of_transformers(written: Written, layout: Layout, stag
 @pytest.mark.parametrize("layout", Layout)
 def test_greedy_tokens_are_equal_at_1_2_and_4_stages(written: Written, layout: Layout) -> None:
     outputs = []
-    for stages in (1, 2, 4):
+    for stages in (1, 2, min(4, written.args.n_layers)):
         plan = tiny_plan(written.args, stages)
         workers = [StageWorker.load(stage, written.folders[layout]) for stage in plan.stages]
         outputs.append(run_in_process(plan, workers, written.prompts, GREEDY))
@@ -200,11 +202,59 @@ BILLIONS = {
     "mixtral-8x22b": 140.62,
     "mistral-nemo-12b": 12.25,
     "ministral-8b": 8.02,
+    "codestral-22b": 22.25,
+    "mistral-large-2-123b": 122.61,
+    "mistral-small-24b": 23.57,
+    "devstral-small-2-24b": 23.57,
+    "ministral-3-3b": 3.43,
+    "ministral-3-8b": 8.49,
+    "ministral-3-14b": 13.51,
+    "mistral-medium-3.5-128b": 125.03,  # without the encoder of images
 }
 
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_presets_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_tensors(name: str) -> None:
     args = PRESETS[name]
-    total = sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
-    assert total / 1e9 == pytest.approx(billions, abs=0.01)
+    specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers))}.values()
+    assert args.num_parameters == sum(spec.num_elements for spec in specs)
+    if args.moe:
+        of_experts = sum(spec.num_elements for spec in specs if ".experts." in spec.name)
+        unused = of_experts * (args.moe.num_experts - args.moe.num_experts_per_tok) // args.moe.num_experts
+        assert args.num_active_parameters == args.num_parameters - unused
+    else:
+        assert args.num_active_parameters == args.num_parameters
+
+
+def test_presets_are_the_defaults_of_transformers() -> None:
+    """Which are those of a published model where the class was made for one."""
+    for name, config in {
+        "ministral-3-8b": transformers.Ministral3Config(),
+        "mistral-small-3.1-24b": transformers.Mistral3Config().text_config,
+        "mistral-7b-v0.1": transformers.MistralConfig(max_position_embeddings=32768, rms_norm_eps=1e-5, head_dim=128),
+    }.items():
+        architecture = to_hf_config(PRESETS[name])["architectures"]
+        described = config.to_dict() | {"architectures": architecture, "dtype": "bfloat16"}
+        assert from_hf_config(described) == PRESETS[name], name
+
+
+def test_models_that_cannot_be_served_yet_have_the_size_of_transformers() -> None:
+    config = transformers.Mistral4Config()
+    with torch.device("meta"):
+        model = transformers.Mistral4ForCausalLM(config)
+    geometry = LATENT_MODELS["mistral-small-4-119b"]
+    assert geometry.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    unused = (config.n_routed_experts - config.num_experts_per_tok) * 3 * config.hidden_size * config.moe_intermediate_size
+    assert geometry.num_active_parameters == geometry.num_parameters - config.num_hidden_layers * unused
+
+
+def test_large_3_has_its_published_size() -> None:
+    """673 billion parameters and 39 active ones, beside an encoder of images of 2.5 billion."""
+    geometry = LATENT_MODELS["mistral-large-3-675b"]
+    assert geometry.num_parameters / 1e9 == pytest.approx(673, abs=1)
+    assert geometry.num_active_parameters / 1e9 == pytest.approx(39.5, abs=0.6)
