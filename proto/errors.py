@@ -47,9 +47,14 @@ from difflib import get_close_matches
 DEFECT = "the server has a defect; see its log"  # for clients, of errors that are not in this tree
 
 
+MIN_PREFIX = 4  # characters of a name that is the beginning of a known one
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: "; did you mean max_tokens?", or nothing if none is similar."""
-    similar = get_close_matches(name[:64], known, n=1)
+    known = list(known)
+    longer = [each for each in known if len(name) >= MIN_PREFIX and each.startswith(name)]  # of versions the last is the newest
+    similar = longer[-1:] or get_close_matches(name[:64], known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 

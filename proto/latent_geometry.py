@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class LatentMoeGeometry:
-    """Geometry of a model with latent attention, and with shared experts beside those that are chosen."""
+    """Geometry of a model with latent attention, and with shared experts in addition to those that are chosen."""
 
     dim: int
     n_layers: int

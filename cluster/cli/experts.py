@@ -73,6 +73,8 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
     """Print the experts of texts, and draw them if ``plot`` is given. Raises ConfigError before anything is computed."""
     if plot is not None:
         check_plot_target(plot)
+    if len(set(files)) < len(files):
+        raise ConfigError("--of names a file twice; give each text once")
     texts = {str(file): read_text(file) for file in files}
     num_experts = [len(layer) for layer in fetch_load(client).tokens]
     stderr = Console(stderr=True, highlight=False)
@@ -89,9 +91,9 @@ def show_texts(client: httpx.Client, console: Console, files: list[Path], plot: 
     for domain in domains:
         shown = f"{domain.name}, {domain.num_tokens} tokens: % of each layer's choices, {BUSIEST} its busiest"
         console.print(_title(shown), soft_wrap=True)  # a path may be long
-        console.print(heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text())
-    console.print(legend(), Text(), _title("pairs of consecutive tokens that have the same heaviest expert, or share any"))
-    console.print(repetition_table(domains))
+        console.print(Group(heat_map(domain.tokens, console.width), Text(busiest_summary(domain.tokens)), Text()))
+    pairs = _title("pairs of consecutive tokens that have the same heaviest expert, or share any")
+    console.print(Group(legend(), Text(), pairs, repetition_table(domains)))
 
 
 class NoExpertsError(ConfigError):

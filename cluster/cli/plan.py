@@ -26,7 +26,7 @@ from tramontane.cluster.planning.capacity import (
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
-from tramontane.proto.byte_size import GIB
+from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import resolve_model_args
@@ -34,6 +34,7 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
 
 MAX_GPUS = 2**14
+DEFAULT_STAGES = 2  # without a GPU, as for other commands
 KEYS = (
     *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
@@ -46,8 +47,13 @@ def plan(
     context: typer.Context,
     model: Annotated[Path, key_option("model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")],
     gpu_memory: Annotated[
-        str, key_option("gpu_memory", help="Memory of each GPU: 80GiB for all, or one size per GPU: 24GiB,24GiB,80GiB.")
-    ],
+        str | None,
+        key_option(
+            "gpu_memory",
+            help="Memory of each GPU: 80GiB for all, or one size per GPU: 24GiB,24GiB,80GiB. Default: of this machine's GPUs, "
+            "or its free memory.",
+        ),
+    ] = None,
     stages: Annotated[
         int | None, key_option("stages", help="Pipeline depth. Default: one per GPU, or as --stages-per-gpu says.")
     ] = None,
@@ -59,6 +65,8 @@ def plan(
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
     settings = _settings(context)
+    if settings.gpu_memory is None:
+        settings = settings.model_copy(update={"gpu_memory": _memory_here(settings.stages or gpus)})
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
@@ -97,6 +105,23 @@ def _settings(context: typer.Context) -> EngineConfig:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(f"{flags}: only for experts on actors of their own; give --expert-actors as well")
     return EngineConfig.build(None, keys | {"load_format": "dummy"})  # weights are not needed
+
+
+def _memory_here(num_stages: int | None) -> tuple[int, ...]:
+    """Return the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it."""
+    from tramontane.cluster.planning.hardware import probe_local  # imports Ray, which no other plan needs
+
+    hardware = probe_local()
+    if hardware.gpus:
+        memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_stages]
+        source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs"
+    else:
+        num_stages = num_stages or DEFAULT_STAGES
+        memories = (hardware.stage_memory(num_stages),) * num_stages
+        source = "this machine's free memory, as it has no GPU"
+    sizes = ", ".join(format_bytes(memory) for memory in memories)
+    Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}: {sizes}", soft_wrap=True)
+    return memories
 
 
 def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int) -> PipelinePlan:

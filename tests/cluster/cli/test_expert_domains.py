@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from tramontane.cluster.console.expert_domains import (
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -210,11 +212,18 @@ def test_the_table_has_every_text(run: Run, tmp_path: Path, capsys: pytest.Captu
     run(_two_experts, "--of", a, "--of", b)
     out = capsys.readouterr().out
     assert f"{a}, 4 tokens: % of each layer's choices, * its busiest\n" in out, "in one line, however long the path is"
-    assert "    0   0.0  50.0* 50.0" in out
-    assert "    0  25.0  25.0  50.0*" in out
+    assert re.search(r"\n    0   0\.0  50\.0\* 50\.0 *\nbusiest: ", out)
+    assert re.search(r"\n    0  25\.0  25\.0  50\.0\* *\nbusiest: ", out)
+    assert "\npairs of consecutive tokens" in out
     assert "100.0%" in out
     assert "chance" in out
     assert "33.3%" in out
+
+
+def test_a_file_that_is_named_twice_is_refused(run: Run, tmp_path: Path) -> None:
+    a, _ = _files(tmp_path)
+    with pytest.raises(ConfigError, match="--of names a file twice"):
+        run(_two_experts, "--of", a, "--of", a)
 
 
 def test_json_has_every_number(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

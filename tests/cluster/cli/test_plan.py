@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
+from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
+from tramontane.proto.latent_geometry import LATENT_MODELS
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, resolve_model_args
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -37,11 +39,12 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 MAX_PANEL_COLUMNS, MAX_UNIT_NUMBERS = 32, 2  # of packed matrices, on any processor
 
 
-def plan(model: str, gpu_memory: str, **options: Any) -> None:  # noqa: ANN401
+def plan(model: str, gpu_memory: str | None, **options: Any) -> None:  # noqa: ANN401
     """Runs ``tramontane plan`` with these options; one that is None is not given."""
+    options = {"gpu_memory": gpu_memory} | options
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None and value is not True]
     switches = [f"--{name}" for name, value in options.items() if value is True]
-    app(["plan", "--model", model, "--gpu-memory", gpu_memory, *words, *switches], standalone_mode=False)
+    app(["plan", "--model", model, *words, *switches], standalone_mode=False)
 
 
 def _planned(capsys: pytest.CaptureFixture[str], model: str, gpu_memory: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -57,6 +60,44 @@ def test_every_preset_is_planned_from_its_configuration_alone(name: str, capsys:
     assert [stages[0]["first_layer"], stages[-1]["last_layer"]] == [0, args.n_layers - 1]
     assert sum(s["weight_bytes"] for s in stages) == sum(t.num_elements for t in stage_tensors(args, range(args.n_layers))) * 2
     assert all(s["weight_bytes"] + s["cache_bytes"] <= 80 * GIB * MEMORY_SHARE for s in stages)
+
+
+@pytest.mark.parametrize("name", LATENT_MODELS)
+def test_what_cannot_be_planned_yet_is_described(name: str) -> None:
+    total = LATENT_MODELS[name].num_parameters / 1e9
+    with pytest.raises(CheckpointError, match=rf"{name} has {total:.1f} billion parameters, .* latent attention"):
+        plan(name, "80GiB")
+
+
+def test_parameters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    plan("mixtral-8x7b", "80GiB", gpus=2)
+    assert "mixtral-8x7b: 46.7 billion parameters, of which 12.9 billion compute a token\n" in capsys.readouterr().out
+    plan("mistral-7b-v0.1", "80GiB", gpus=2)
+    assert "mistral-7b-v0.1: 7.2 billion parameters\n" in capsys.readouterr().out
+    data = _planned(capsys, "mixtral-8x7b", "80GiB", gpus=2)
+    assert (data["parameters"], data["active_parameters"]) == (46_702_792_704, 12_879_925_248)
+
+
+@pytest.mark.parametrize(("options", "sizes"), [({}, [30, 20]), ({"stages": 1}, [30])])
+def test_without_sizes_the_plan_is_for_the_gpus_of_this_machine(
+    options: dict[str, int], sizes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = (Gpu("big", 30 * GIB), Gpu("small", 20 * GIB, index=1))
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus))
+    plan("mistral-7b-v0.1", None, json=True, **options)
+    shown = capsys.readouterr()
+    assert [stage["memory"] // GIB for stage in json.loads(shown.out)["stages"]] == sizes
+    assert shown.err.startswith(f"note: without --gpu-memory the plan is for {len(sizes)} of this machine's 2 GPUs: 30 GiB")
+
+
+def test_without_a_gpu_stages_share_the_free_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here = Hardware((8,), (60 * GIB,), ())
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: here)
+    for options, number in (({}, 2), ({"stages": 3}, 3), ({"gpus": 4}, 4)):
+        plan("mistral-7b-v0.1", None, json=True, **options)
+        shown = capsys.readouterr()
+        assert [stage["memory"] for stage in json.loads(shown.out)["stages"]] == [here.stage_memory(number)] * number
+        assert "this machine's free memory, as it has no GPU" in shown.err
 
 
 def test_what_a_window_saves_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,7 @@ def test_models_that_cannot_be_served_yet_have_the_size_of_transformers() -> Non
 
 
 def test_large_3_has_its_published_size() -> None:
-    """673 billion parameters and 39 active ones, beside an encoder of images of 2.5 billion."""
+    """673 billion parameters and 39 active ones, and an encoder of images of 2.5 billion."""
     geometry = LATENT_MODELS["mistral-large-3-675b"]
     assert geometry.num_parameters / 1e9 == pytest.approx(673, abs=1)
     assert geometry.num_active_parameters / 1e9 == pytest.approx(39.5, abs=0.6)
