@@ -20,7 +20,6 @@ import torch
 BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {path.stem for path in BENCH.glob("*.py") if "if __name__ ==" in path.read_text() and "peer_" not in path.name}
 WITHOUT_TARGETS = {"arithmetic", "expert_products", "scheduling"}
-SIZES, LINKS = ("8 KiB", "128 KiB", "2 MiB"), ("object-store", "direct")
 
 Patches = dict[str, Any]  # by the name in the program
 
@@ -52,11 +51,11 @@ def _interactive(bench: Any, ttft: float = 130.0) -> Patches:  # noqa: ANN401
 
 def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:  # noqa: ANN401
     """Return figures that are these multiples of the targets."""
-    hops, intervals = bench.HOP_TARGETS_MS, bench.INTERVAL_TARGETS_MS
+    intervals = bench.INTERVAL_TARGETS_MS
     figures = {
-        (size, link): bench.Figures(hop * hops[link][size], interval * intervals.get(size, 1.0))
-        for size in SIZES
-        for link in LINKS
+        (size, way): bench.Figures(hop * limit, interval * intervals.get(size, 1.0))
+        for way, limits in bench.HOP_TARGETS_MS.items()
+        for size, limit in limits.items()
     }
     return {"run": _returns(figures)}
 

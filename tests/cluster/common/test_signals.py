@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,12 @@ def test_native_code_that_starts_with_ray_does_not_keep_sigterm(monkeypatch: pyt
     """Ray's library aborts the process three seconds after a SIGTERM that it handles, whatever is still to be removed."""
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    monkeypatch.setattr(ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN)))
+
+    def init(**_: object) -> SimpleNamespace:
+        ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN))
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with local_ray_cluster(num_cpus=1):
         os.kill(os.getpid(), signal.SIGTERM)
