@@ -34,7 +34,6 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
 
 MAX_GPUS = 2**14
-DEFAULT_STAGES = 2  # without a GPU, as for other commands
 KEYS = (
     *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
@@ -116,7 +115,7 @@ def _memory_here(num_stages: int | None) -> tuple[int, ...]:
         memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_stages]
         source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs"
     else:
-        num_stages = num_stages or DEFAULT_STAGES
+        num_stages = num_stages or hardware.default_stage_count()
         memories = (hardware.stage_memory(num_stages),) * num_stages
         source = "this machine's free memory, as it has no GPU"
     sizes = ", ".join(format_bytes(memory) for memory in memories)

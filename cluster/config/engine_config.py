@@ -116,7 +116,9 @@ class EngineConfig(
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
         if self.dashboard and self.address:
             raise ConfigError("--dashboard is for a Ray cluster that serve starts; the one at --address has its own, or none")
-        if self.inline_limit is not None and (self.address or self.local):
+        if self.local and self.inline_limit is not None:
+            raise ConfigError("--local runs without Ray, so --inline-limit cannot be used with it")
+        if self.address and self.inline_limit is not None:
             raise ConfigError(
                 "--inline-limit is for a Ray cluster that this command starts; for another give ray start --head "
                 f"--system-config='{{\"max_direct_call_object_size\": {self.inline_limit:d}}}'"

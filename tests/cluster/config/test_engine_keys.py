@@ -129,3 +129,11 @@ def test_texts_have_the_numbers_that_apply() -> None:
     assert unset["threads_per_stage"].endswith(f"on k8s and cluster-yaml {THREADS}, or 1 with --cpu")
     assert signature(drain).parameters["timeout"].default == DRAIN_S
     assert f"{THREADS}, or 1 with --cpu" in THREADS_HELP
+
+
+def test_an_inline_limit_is_for_a_cluster_that_the_command_starts() -> None:
+    assert EngineConfig.build(None, {"inline_limit": "2MiB"}).inline_limit == 2**21
+    with pytest.raises(ConfigError, match="--local runs without Ray, so --inline-limit"):
+        EngineConfig.build(None, {"inline_limit": "2MiB", "local": True})
+    with pytest.raises(ConfigError, match=r"--system-config='\{\"max_direct_call_object_size\": 2097152\}'"):
+        EngineConfig.build(None, {"inline_limit": "2MiB", "address": "auto"})
