@@ -49,6 +49,7 @@ class ServingKeys(KeyGroup):
     slow_reader_timeout: PositiveSeconds = key(60.0, "Seconds after which a client is dropped that leaves its answer unread.")
     dashboard: bool = key(False, "Start Ray's dashboard with the cluster that serve starts.", in_serve_config=False)
     move_experts: bool = key(False, "Let clients redistribute experts by POST /experts.")
+    public_metrics: bool = key(False, "Answer /metrics without an API key, for gateways and for Prometheus.")
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = key(
         (), "A key that clients must send. May be repeated. It is never shown.", unset="none", in_serve_config=False
     )

@@ -32,7 +32,7 @@ from tramontane.cluster.http.errors import (
 )
 from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME, NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
-from tramontane.cluster.http.request_middleware import AuthMiddleware
+from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
 from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, sse_events
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
@@ -65,8 +65,8 @@ class HttpAppConfig:
     ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts have been given so far.
     ``move_experts``: None if clients may not rebalance experts. ``chat``: how conversations become prompts. ``extra_routes``
     are endpoints of others behind the same keys, and ``extra_operations`` describes them in ``/openapi.json``.
-    ``sends_request_id``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see ``BackpressureMiddleware``. ``node`` and
-    ``model_digest``: see ``NodeAnnouncer``.
+    ``sends_request_id`` and ``public_paths``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see
+    ``BackpressureMiddleware``. ``node`` and ``model_digest``: see ``NodeAnnouncer``.
     """
 
     model: ServedModel
@@ -81,6 +81,7 @@ class HttpAppConfig:
     extra_routes: Sequence[Route] = ()
     extra_operations: Operations = field(default_factory=dict)
     sends_request_id: bool = True
+    public_paths: frozenset[str] = PUBLIC_PATHS
     slow_client_timeout_s: float = math.inf
     body_limiter: BodyLimiter | None = None
     node: str = ""
@@ -107,7 +108,7 @@ class HttpApp:
         }
         middleware = [
             Middleware(NodeAnnouncer, config.node, config.model_digest),
-            Middleware(AuthMiddleware, keys=config.keys, sends_id=config.sends_request_id),
+            Middleware(AuthMiddleware, keys=config.keys, sends_id=config.sends_request_id, public_paths=config.public_paths),
             Middleware(BackpressureMiddleware, limit_s=config.slow_client_timeout_s),
         ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
@@ -145,8 +146,9 @@ class HttpApp:
     async def openapi(self, _request: Request) -> Response:
         """Answer ``GET /openapi.json``; the page is built for the first request, which few ingresses ever get."""
         if self._openapi_page is None:
-            operations, needs_key = {**OPERATIONS, **self._config.extra_operations}, self._config.keys.is_enabled
-            self._openapi_page = openapi(self._routes(), operations, self._model.name, version("tramontane"), needs_key=needs_key)
+            operations, config = {**OPERATIONS, **self._config.extra_operations}, self._config
+            public = config.public_paths if config.keys.is_enabled else None
+            self._openapi_page = openapi(self._routes(), operations, self._model.name, version("tramontane"), public)
         return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:

@@ -84,19 +84,24 @@ OPERATIONS: Operations = MappingProxyType(
 )
 
 
-def openapi(routes: Sequence[Route], operations: Operations, model: str, version: str, *, needs_key: bool) -> dict[str, Any]:
+def openapi(
+    routes: Sequence[Route], operations: Operations, model: str, version: str, public_paths: frozenset[str] | None
+) -> dict[str, Any]:
     """Build the OpenAPI 3.1 page of all routes that are in the schema; those without an operation are only named.
 
-    ``model``: the name that requests may give as ``model``.
+    ``model``: the name that requests may give as ``model``. ``public_paths``: those that need no API key; None: none does.
     """
     described = [(method, path, operations.get((method, path), Operation(path))) for method, path in _route_methods(routes)]
     paths: dict[str, dict[str, Any]] = {}
     for method, path, operation in described:
-        errors = (*operation.errors, *((401,) if needs_key and path != "/health" else ()))
-        paths.setdefault(path, {})[method.lower()] = _operation_object(operation, path, sorted(errors))
+        needs_key = public_paths is not None and path not in public_paths
+        operation_object = _operation_object(operation, path, sorted((*operation.errors, *((401,) if needs_key else ()))))
+        if public_paths is not None and not needs_key:
+            operation_object["security"] = []
+        paths.setdefault(path, {})[method.lower()] = operation_object
     components: dict[str, Any] = {"schemas": _schemas([operation for _, _, operation in described], model)}
     page: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "Tramontane", "version": version}, "paths": paths}
-    if needs_key:
+    if public_paths is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page | {"components": components}

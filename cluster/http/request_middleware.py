@@ -15,17 +15,18 @@ from tramontane.proto.request import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Iden
 logger = logging.getLogger(__name__)
 
 # Health checks have no key, nor has a browser that shows the form for it.
-PUBLIC_PATHS = {"/health"} | static_pages.PUBLIC_PATHS
+PUBLIC_PATHS = frozenset({"/health"}) | static_pages.PUBLIC_PATHS
 
 
 class AuthMiddleware:
     """ASGI middleware around all routes. Nothing of a request without a valid key is read.
 
-    ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that themselves.
+    ``sends_id``: whether it adds the request's id to responses; Ray Serve's proxies do that themselves. ``public_paths``: those
+    that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, sends_id: bool) -> None:
-        self._app, self._keys, self._sends_id = app, keys, sends_id
+    def __init__(self, app: ASGIApp, keys: ApiKeys, sends_id: bool, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
+        self._app, self._keys, self._sends_id, self._public_paths = app, keys, sends_id, public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate the request, name it, answer it and log how."""
@@ -47,14 +48,14 @@ class AuthMiddleware:
         if not logger.isEnabledFor(logging.INFO):
             await self._dispatch(scope, receive, respond)
             return
-        access_log = _AccessLog(respond)
+        access_log = _AccessLog(respond, self._public_paths)
         try:
             await self._dispatch(scope, receive, access_log.send)
         finally:
             access_log.write(scope, request_id)
 
     async def _dispatch(self, scope: Scope, receive: Receive, respond: Send) -> None:
-        identity = Identity() if _path(scope) in PUBLIC_PATHS else self._keys.authenticate(_authorization(scope))
+        identity = Identity() if _path(scope) in self._public_paths else self._keys.authenticate(_authorization(scope))
         if identity is not None:
             scope["state"]["identity"] = identity
             await self._app(scope, receive, respond)
@@ -72,8 +73,8 @@ class AuthMiddleware:
 class _AccessLog:
     """Observes the response to one request, and logs one line when it has ended."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self._started_at = send, time.monotonic()
+    def __init__(self, send: Send, public_paths: frozenset[str]) -> None:
+        self._send, self._public_paths, self._started_at = send, public_paths, time.monotonic()
         self._status = 0  # no response: the client left before it, or its last message was lost
 
     async def send(self, message: Message) -> None:
@@ -85,7 +86,7 @@ class _AccessLog:
     def write(self, scope: Scope, request_id: str) -> None:
         """Log how the request was answered; on level debug for public paths, which are polled often."""
         path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._started_at, 6)
-        level = logging.DEBUG if path in PUBLIC_PATHS else logging.INFO
+        level = logging.DEBUG if path in self._public_paths else logging.INFO
         message = "request %s: %s %r was answered with %d in %.3f s"
         extra = request_fields(request_id, method=scope["method"], path=path, status=self._status, seconds=seconds)
         logger.log(level, message, request_id, scope["method"], path, self._status, seconds, extra=extra)

@@ -21,6 +21,7 @@ from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.metrics_endpoint import METRICS_OPERATIONS, MetricsEndpoint
+from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
@@ -108,6 +109,7 @@ class IngressReplica(GrpcServicer):
             extra_routes=extra_routes,
             extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS, **METRICS_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
+            public_paths=PUBLIC_PATHS | ({"/metrics"} if config.public_metrics else set()),
             slow_client_timeout_s=config.slow_reader_timeout,
             body_limiter=bodies,
             node=node,

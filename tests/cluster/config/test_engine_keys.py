@@ -65,6 +65,7 @@ KEYS = {
     "slow_reader_timeout": "-SF",
     "dashboard": "--F",
     "move_experts": "-SF",
+    "public_metrics": "-SF",
     "api_key": "--F",
     "api_key_file": "-SF",
     "replicas": "-SF",

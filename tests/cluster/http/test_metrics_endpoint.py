@@ -13,6 +13,7 @@ from scripted_token_source import ScriptedSource, client_for, http_app_for
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import metrics_endpoint
 from tramontane.cluster.http.metrics_endpoint import GAUGES, METRICS_OPERATIONS, MetricsEndpoint, render
+from tramontane.cluster.http.request_middleware import PUBLIC_PATHS
 from tramontane.router.engine.activity_log import PipelineActivity
 
 
@@ -47,6 +48,19 @@ def test_gauges_are_those_of_all_pipelines(model: str) -> None:
 
 def test_a_server_without_a_pipeline_is_the_last_that_a_gateway_chooses() -> None:
     assert [value for _, value in _parsed(render([], "tiny")).values()] == [0, 0, 1]
+
+
+def test_it_answers_without_a_key_where_its_path_is_public() -> None:
+    async def report(_after: Mapping[str, int]) -> list[PipelineActivity]:
+        return TWO
+
+    async def statuses() -> dict[str, int]:
+        keys = {"keys": ApiKeys([SecretStr("secret")]), "public_paths": PUBLIC_PATHS | {"/metrics"}}
+        app = http_app_for(ScriptedSource(), extra_routes=MetricsEndpoint(report, "tiny").routes(), **keys).app()
+        async with client_for(app) as client:
+            return {path: (await client.get(path)).status_code for path in ("/metrics", "/health", "/v1/models", "/metrics/")}
+
+    assert asyncio.run(statuses()) == {"/metrics": 200, "/health": 200, "/v1/models": 401, "/metrics/": 401}
 
 
 def test_it_needs_a_key_and_asks_for_what_is_new_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,7 @@ def test_keys_are_in_the_description_where_they_are_needed() -> None:
         path for path, methods in page["paths"].items() if any("401" not in each["responses"] for each in methods.values())
     ]
     assert without == ["/health"]
+    assert [path for path, methods in page["paths"].items() if methods.get("get", {}).get("security") == []] == without
 
 
 def test_extra_routes_describe_themselves() -> None:

@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 ANNA, BERT = "sk-the-key-of-anna", "sk-the-key-of-bert"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "max_num_seqs": 8, "threads_per_stage": 1, "api_key": (ANNA, BERT)}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 1, "max_num_seqs": 8, "threads_per_stage": 1}
+SETTINGS |= {"api_key": (ANNA, BERT), "public_metrics": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,6 +32,11 @@ def _app() -> Iterator[None]:
 
 def _http(key: str) -> httpx.Client:
     return httpx.Client(base_url=URL, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+
+def test_metrics_alone_are_public() -> None:
+    statuses = {path: httpx.get(f"{URL}{path}", timeout=60).status_code for path in ("/metrics", "/activity", "/v1/models")}
+    assert statuses == {"/metrics": 200, "/activity": 401, "/v1/models": 401}
 
 
 def _upload(http: httpx.Client, text: bytes) -> str:
