@@ -60,6 +60,10 @@ def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:  # no
     return {"run": _returns(figures)}
 
 
+def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:  # noqa: ANN401
+    return {"measure": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
+
+
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
     return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
@@ -283,6 +287,7 @@ CASES = {
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
     "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
     "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
+    "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
     "gpu": Case(

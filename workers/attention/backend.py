@@ -16,6 +16,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache, RollingCache
 def causal_window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
     """Return a boolean mask [queries, keys]: causal from the bottom-right corner, within the window.
 
+    It is what xformers' ``LowerTriangularFromBottomRightMask`` masks, with a window ``make_local_attention`` of it.
     2 queries, 4 keys, W = 3: the queries are at keys 2 and 3, so the first sees keys 0..2 and the second 1..3:
     [[1, 1, 1, 0], [0, 1, 1, 1]].
     """

@@ -18,6 +18,7 @@ from tramontane.workers.device.pinned_memory import tensor_on
 
 SHORT_KEYS = 256  # padding to so many keys does not matter
 MAX_BUCKET_KEYS = 2**15
+MIN_BLOCK_QUERIES = 64  # of a chunk that is longer than its window
 
 
 # ---- prefill
@@ -33,15 +34,21 @@ class MaskBlock:
 
 
 class SdpaPrefill:
-    """Prefill kernel that attends sequence by sequence."""
+    """Prefill kernel that attends sequence by sequence, and in a chunk that is longer than its window block by block.
+
+    It computes what ``BlockDiagonalMask.make_causal_from_bottomright`` of xformers describes, with a window
+    ``make_local_attention_from_bottomright``.
+    """
 
     def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
-        """Build one block per chunk."""
+        """Build one block per chunk, or several that skip keys which none of their queries sees."""
         blocks, query, key = [], 0, 0
         for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
-            is_causal = num_queries == num_keys and (index.window is None or num_keys <= index.window)
-            mask = None if is_causal else causal_window_mask(num_queries, num_keys, index.window, index.cached_rows.device)
-            blocks.append(MaskBlock(slice(query, query + num_queries), slice(key, key + num_keys), mask))
+            for queries, keys in split_by_window(num_queries, num_keys, index.window):
+                num_rows, num_columns = queries.stop - queries.start, keys.stop - keys.start
+                is_causal = num_rows == num_columns and (index.window is None or num_columns <= index.window)
+                mask = None if is_causal else causal_window_mask(num_rows, num_columns, index.window, index.cached_rows.device)
+                blocks.append(MaskBlock(_shifted(queries, query), _shifted(keys, key), mask))
             query, key = query + num_queries, key + num_keys
         return blocks
 
@@ -53,6 +60,26 @@ class SdpaPrefill:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, enable_gqa=True)
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
+
+
+def split_by_window(num_queries: int, num_keys: int, window: int | None) -> list[tuple[slice, slice]]:
+    """Return blocks of queries and the keys that they see: as many queries as a window has, so at most twice as many keys.
+
+    200 queries after 50 earlier keys, W = 100. The first 100 queries are at keys 50 to 149 and see keys 0 to 149, the
+    others at 150 to 249 see 51 to 249: [(0:100, 0:150), (100:200, 51:250)].
+    """
+    if window is None or num_queries <= window:
+        return [(slice(0, num_queries), slice(0, num_keys))]
+    size, shift = max(window, MIN_BLOCK_QUERIES), num_keys - num_queries
+    ends = [min(begin + size, num_queries) for begin in range(0, num_queries, size)]
+    return [
+        (slice(begin, end), slice(max(0, shift + begin - window + 1), shift + end))
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _shifted(positions: slice, by: int) -> slice:
+    return slice(positions.start + by, positions.stop + by)
 
 
 # ---- single tokens

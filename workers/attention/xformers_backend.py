@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from xformers.ops import memory_efficient_attention_forward
 from xformers.ops.fmha import common, cutlass, flash, flash3, triton_splitk
 from xformers.ops.fmha.attn_bias import (
-    BlockDiagonalCausalFromBottomRightMask,
-    BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+    BlockDiagonalMask,
     PagedBlockDiagonalGappyKeysMask,
     _GappySeqInfo,
     _SeqLenInfo,
@@ -25,7 +24,7 @@ from xformers.ops.fmha.attn_bias import (
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageTable, next_power_of_two, page_table
 
-PrefillMask = Any  # BlockDiagonalCausalFromBottomRightMask, or ...CausalLocalAttention... for layers with a window
+PrefillMask = Any  # BlockDiagonalCausalFromBottomRightMask, or BlockDiagonalCausalLocalAttentionFromBottomRightMask
 Operator = Any  # one of xformers' classes that compute attention
 
 
@@ -52,11 +51,10 @@ class PackedPrefill:
 
     def build_mask(self, index: PrefillMetadata) -> PrefillMask:
         """Build xformers' block-diagonal mask."""
-        device = index.cached_rows.device
-        queries, keys = (_SeqLenInfo.from_seqlens(lens, device=device) for lens in (index.query_lens, index.key_lens))
+        mask = BlockDiagonalMask.from_seqlens(index.query_lens, index.key_lens, device=index.cached_rows.device)
         if index.window is None:
-            return BlockDiagonalCausalFromBottomRightMask(q_seqinfo=queries, k_seqinfo=keys)
-        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(q_seqinfo=queries, k_seqinfo=keys, _window_size=index.window)
+            return mask.make_causal_from_bottomright()
+        return mask.make_local_attention_from_bottomright(index.window)
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PrefillMask) -> Tensor:
         """Compute the output [T, H, d]."""

@@ -15,7 +15,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, causal_window_mask
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
-from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode, SdpaPrefill, split_by_window
 
 WINDOWS = [None, 1, 3, 16]
 TOLERANCES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
@@ -127,6 +127,26 @@ def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_head
     expected = torch.cat([reference_attention(*block, window) for block in blocks])
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+
+def test_a_chunk_longer_than_its_window_is_split_into_blocks_of_queries() -> None:
+    assert split_by_window(200, 250, 100) == [(slice(0, 100), slice(0, 150)), (slice(100, 200), slice(51, 250))]
+    assert split_by_window(100, 199, 100) == [(slice(0, 100), slice(0, 199))]
+    assert split_by_window(200, 200, None) == [(slice(0, 200), slice(0, 200))]
+
+
+@pytest.mark.parametrize("window", [1, 3, 63, 64, 100, 511])
+@pytest.mark.parametrize(("num_queries", "cached"), [(1, 0), (64, 0), (65, 70), (130, 62), (513, 510), (1000, 0)])
+def test_blocks_of_a_window_see_what_the_window_sees_and_few_other_keys(num_queries: int, cached: int, window: int) -> None:
+    cached = min(cached, window - 1)
+    whole = causal_window_mask(num_queries, num_queries + cached, window)
+    blocks = split_by_window(num_queries, num_queries + cached, window)
+    seen = torch.zeros_like(whole)
+    for queries, keys in blocks:
+        seen[queries, keys] = causal_window_mask(queries.stop - queries.start, keys.stop - keys.start, window)
+    assert torch.equal(seen, whole)
+    scores = sum((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in blocks)
+    assert scores <= num_queries * (max(window, 64) + window - 1)
 
 
 def _filled(index: DecodeMetadata, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
