@@ -36,6 +36,10 @@ ABSOLUTE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"NNNN|[<>$]|\.\.\.")
 OF_OTHER_PROGRAMS = {"--build-arg", "--num-cpus"}  # docker build, ray start
 SEPARATORS = {"|", "||", "&&", ";", "&"}
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+MEASURED = re.compile(rf"{DATE.pattern}|\bcommits? [0-9a-f]{{7}}\b|(?<![*\w])recorded 20", re.IGNORECASE)
+UNKNOWN = "instructions not recorded"  # the words for it, and no others
+INSTRUCTIONS = re.compile(rf"\b(?:AVX2|AVX-512|avx512_\w+|NEON|SVE|NVIDIA [A-Z]+\d+|modelled)\b|\b{UNKNOWN}\b", re.IGNORECASE)
 
 
 class Line(NamedTuple):
@@ -350,6 +354,39 @@ def _can_import(module: str, name: str) -> bool:
     return not name or hasattr(owner, name) or find_spec(f"{module}.{name}") is not None
 
 
+# Figures
+
+
+def figures_without_instructions(text: str) -> list[str]:
+    """Paragraphs and tables with figures that name neither a date nor what the processor can, or a GPU.
+
+    A paragraph with a date or a commit names both. A table has them in a paragraph of its section, above it.
+    """
+    found, is_known = [], False
+    for number, block in _blocks(text):
+        has_instructions = INSTRUCTIONS.search(block) is not None
+        if block.startswith("## "):
+            is_known = False
+        elif block.startswith("|"):
+            if not is_known:
+                found.append(f"line {number}: a table without the processor's instructions above it")
+        elif MEASURED.search(block) and not (has_instructions and DATE.search(block)):
+            found.append(f"line {number}: figures without {'the date' if has_instructions else 'instructions'}")
+        is_known |= has_instructions or "Nothing in this table has been measured" in block
+    return found
+
+
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs, items of lists, tables and headings, each in one line, with the number of its first."""
+    block: list[str] = []
+    for number, line in enumerate([*_by_number(text), None], 1):
+        begins = not line or line.startswith(("#", "* ")) or (line.startswith("|") and not (block and block[0].startswith("|")))
+        if begins and block:
+            yield number - len(block), " ".join(" ".join(block).split())
+            block = []
+        block += [line] if line else []
+
+
 # Words
 
 
@@ -422,6 +459,10 @@ class TestPage:
 
     def test_words_are_the_fields(self, page: str) -> None:
         assert banned_words(_read(ROOT / page)) == []
+
+
+def test_every_figure_has_the_instructions_of_its_processor() -> None:
+    assert figures_without_instructions(_read(ROOT / "docs" / "benchmarks.md")) == []
 
 
 def test_the_routers_docstring_names_13_files_that_exist() -> None:
@@ -653,6 +694,38 @@ def test_of_a_console_only_what_is_typed_is_read() -> None:
 )
 def test_a_command_that_is_there_is_no_fault(block: str) -> None:
     assert wrong_commands(f"```sh\n{block}\n```", _program()) == []
+
+
+RECORDED = "# Speed\n\n`make x`. Recorded 2026-11-22, commit 1cca1e2. 2 cores{}. Demo\nmodel.\n\n| a |\n|---|\n| 5 ms |\n"
+
+
+@pytest.mark.parametrize(
+    "named", ["of an EPYC (avx2)", "with AVX-512", "of Zen 4, avx512_bf16", "an NVIDIA H100", UNKNOWN, "modelled"]
+)
+def test_a_figure_with_its_instructions_is_no_fault(named: str) -> None:
+    assert figures_without_instructions(RECORDED.format(f", {named}")) == []
+    assert figures_without_instructions(RECORDED.format(f", {named.replace(' ', chr(10))}")) == [], "over two lines"
+
+
+@pytest.mark.parametrize("named", ["", " of an AMD EPYC", ", CPU model not recorded", ", machine not recorded"])
+def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
+    paragraph, table = "line 3: figures without instructions", "line 6: a table without the processor's instructions above it"
+    assert figures_without_instructions(RECORDED.format(named)) == [paragraph, table]
+    before = "## Other\n\nRecorded 2026-11-21, avx2.\n\n"
+    assert len(figures_without_instructions(before + RECORDED.replace("# ", "## ").format(named))) == 2, "of another section"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("* one (avx2, 2026-11-21)\n* two (2026-11-22)", ["line 2: figures without instructions"]),
+        ("Before (commit 1cca1e2) it took 5 ms.", ["line 1: figures without instructions"]),
+        ("Before (commit 1cca1e2, AVX2) it took 5 ms.", ["line 1: figures without the date"]),
+        ("Without commits or figures.\n\n**Nothing in this table has been measured.**\n\n| a |\n|---|\n", []),
+    ],
+)
+def test_every_paragraph_with_figures_is_checked(text: str, wrong: list[str]) -> None:
+    assert figures_without_instructions(text) == wrong
 
 
 @pytest.mark.parametrize("word", [*WORDS, *PARTS, "Whoever", "goes\non"])
