@@ -36,12 +36,14 @@ class StageHealth(WorkerHealth):
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
     ``sent``: by way, how many hidden states the process has handed on, and their bytes (see ``sent_states``).
+    ``device``: its name; "" before the stage is loaded.
     """
 
     epoch: int
     holder: str
     expert_load: dict[int, tuple[int, ...]]
     sent: dict[str, tuple[int, int]]
+    device: str = ""
 
 
 class StageActor(WorkerActor["StageWorker"]):
@@ -167,9 +169,13 @@ class StageActor(WorkerActor["StageWorker"]):
         overtake steps of the same caller that still wait for their input.
         """
         worker = self._worker
-        epoch = worker.epoch if worker else -1
         return StageHealth(
-            **self._health(), epoch=epoch, holder=self._holder, expert_load=self._expert_load(), sent=self._sent.totals()
+            **self._health(),
+            epoch=worker.epoch if worker else -1,
+            holder=self._holder,
+            expert_load=self._expert_load(),
+            sent=self._sent.totals(),
+            device=worker.device_name if worker else "",
         )
 
     @property

@@ -8,6 +8,7 @@ from tramontane.cluster.bench.report import BenchDisplay
 from tramontane.cluster.bench.results import BenchResult, PipelineUsage, RequestTrace, Round, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest, Workload
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import resolve_model_args
@@ -26,14 +27,15 @@ class StepRecorder:
         """Record a step."""
         self.results.append(result)
 
-    def take_usage(self, engine: Engine) -> PipelineUsage:
-        """Summarize the steps, and forget them."""
+    def take_usage(self, engine: Engine, devices: tuple[StageDevice, ...]) -> PipelineUsage:
+        """Summarize the steps, which ran on these devices, and forget them."""
         results, self.results = self.results, []
         usage = UsageMeter(len(engine.plan.stages))
         for result in results:
             usage.observe(result)
         hops = hop_times([result.timings for result in results])
-        return PipelineUsage(engine.plan, usage, hops, tuple(timing for result in results for timing in result.timings))
+        timings = tuple(timing for result in results for timing in result.timings)
+        return PipelineUsage(engine.plan, usage, hops, timings, devices)
 
 
 async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay) -> BenchResult:
@@ -46,11 +48,12 @@ async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundP
         )
     recorder = StepRecorder()
     async with open_engine(config.single_pipeline(), display.report, recorder.observe, display.loading) as engine:
+        devices = await engine.list_devices()
 
         async def run_one(number: int) -> Round:
             requests = workload.requests(number, args.vocab_size)
             display.begin_round(number, rounds, requests)
-            return Round(await _run(engine, requests, display.advance), recorder.take_usage(engine))
+            return Round(await _run(engine, requests, display.advance), recorder.take_usage(engine, devices))
 
         outcome = await rounds.run(run_one)
         engine.router.scheduler.check_integrity()

@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 
+from tramontane.cluster.config.measurements import StageDevice
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.step import StageTiming
@@ -149,6 +150,7 @@ class PipelineUsage:
     usage: UsageMeter
     hops: tuple[HopTime, ...]
     timings: tuple[StageTiming, ...]
+    devices: tuple[StageDevice, ...]
 
 
 @dataclass(frozen=True, slots=True)

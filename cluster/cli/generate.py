@@ -80,6 +80,7 @@ async def run_generate(
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
         ready_at = time.time()
+        devices = await engine.list_devices() if config.json_output else ()
         display.start([prompt.text for prompt in prompts], colors)
         run = _GenerateRun(engine, tokenizer, sampling, display, colors)
         try:
@@ -93,7 +94,7 @@ async def run_generate(
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
         seconds = ready_at - started_at, run.first_token_at - started_at
-        return GenerateResult(completions, engine.plan, engine.usage, *seconds)
+        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds)
 
 
 class _GenerateRun:

@@ -1,8 +1,8 @@
 """Measurements of a pipeline for the planner: load of experts, busy shares of stages, and the files that hold them."""
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -88,8 +88,16 @@ def per_expert(load: ExpertLoad) -> dict[ExpertId, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class StageDevice:
+    """Device on which a stage runs, and its speed relative to the other stages', if that is known."""
+
+    name: str
+    speed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StageTime:
-    """Layers ``first`` to ``last`` of a stage that ran, and its busy time, relative to the other stages'."""
+    """Layers ``first`` to ``last`` of a stage that ran, and its busy time, relative to the other stages' and on a like device."""
 
     first: int
     last: int
@@ -99,7 +107,10 @@ class StageTime:
 def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # noqa: ANN401 - whatever came as JSON
     """Read the list ``stages`` of ``tramontane bench --json`` or ``generate --json``.
 
-    Raises TypeError or LookupError if there is none, ValueError if it is not that of a pipeline of two stages or more.
+    Busy for 25 % of the time at speed 3 and for 75 % at speed 1 is the same work: both 0.75.
+
+    Raises TypeError or LookupError if there is none, ValueError if it is not that of a pipeline of two stages or more, or
+    if the devices were unlike and their speeds are not known.
     """
     times = tuple(StageTime(stage["layers"][0], stage["layers"][1], stage["busy_share"]) for stage in data["stages"])
     starts = [0, *(time.last + 1 for time in times)]
@@ -110,7 +121,25 @@ def parse_stage_times(data: Any) -> tuple[StageTime, ...]:  # noqa: ANN401 - wha
         raise ValueError("must have two stages or more: with one, the output head cannot be separated from the layers")
     if not all(type(time.busy) in (int, float) and 0 < time.busy < float("inf") for time in times):
         raise ValueError("must have a busy_share above 0 for each stage")
-    return times
+    speeds = _speeds([stage.get("device") for stage in data["stages"]], [stage.get("speed") for stage in data["stages"]])
+    return tuple(replace(time, busy=time.busy * speed) for time, speed in zip(times, speeds, strict=True))
+
+
+def _speeds(devices: Sequence[object], speeds: Sequence[object]) -> list[int]:
+    """Return the speeds, 1 where all devices are alike. Raises ValueError if they are not known."""
+    if not all(isinstance(device, str) and device for device in devices):
+        raise ValueError("have no device, by which their times are compared; run tramontane bench --json again")
+    known = [speed for speed in speeds if type(speed) is int and speed > 0]
+    if len(known) == len(speeds):
+        return known
+    if any(speed is not None for speed in speeds):
+        raise ValueError("must have a speed above 0 for each stage, or none")
+    if len(unlike := dict.fromkeys(map(str, devices))) > 1:
+        raise ValueError(
+            f"ran on unlike devices ({'; '.join(unlike)}) whose speeds are not known; run tramontane bench --json again with "
+            "--gpu-speed, or on devices of one kind"
+        )
+    return [1] * len(devices)
 
 
 def parse_stage_times_option(value: object) -> object:

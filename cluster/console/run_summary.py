@@ -1,12 +1,14 @@
 """The summary of a run: tables for people, JSON for programs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
+from tramontane.cluster.config.measurements import StageDevice
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import ExpertTiming
@@ -29,11 +31,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A finished run. Seconds count from the start of the process."""
+    """A finished run. Seconds count from the start of the process; ``devices`` are known only where JSON is wanted."""
 
     completions: tuple[Completion, ...]
     plan: PipelinePlan
     usage: UsageMeter
+    devices: tuple[StageDevice, ...]
     ready_after_s: float
     first_token_after_s: float
 
@@ -76,17 +79,19 @@ def expert_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
     return table
 
 
-def stages_json(plan: PipelinePlan, usage: UsageMeter) -> list[dict[str, Any]]:
-    """Return an object per stage, for JSON."""
+def stages_json(plan: PipelinePlan, usage: UsageMeter, devices: Sequence[StageDevice]) -> list[dict[str, Any]]:
+    """Return an object per stage, for JSON, with all that ``parse_stage_times`` reads."""
     return [
         {
             "layers": [stage.first_layer, stage.last_layer - 1],
             "busy_share": usage.busy_share(stage.stage_id),
             "tokens": used.num_tokens,
             "micro_batches": used.num_batches,
+            "device": device.name,
+            "speed": device.speed,
         }
         | ({"exposed_wait_share": usage.share(used.exposed_wait_s)} if plan.experts else {})
-        for stage, used in zip(plan.stages, usage.stages, strict=True)
+        for stage, used, device in zip(plan.stages, usage.stages, devices, strict=True)
     ]
 
 
@@ -128,7 +133,7 @@ def as_json(outcome: GenerateResult) -> str:
     return json.dumps(
         {
             "completions": completions,
-            "stages": stages_json(outcome.plan, usage),
+            "stages": stages_json(outcome.plan, usage, outcome.devices),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,

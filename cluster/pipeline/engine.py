@@ -3,15 +3,19 @@
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
+from tramontane.cluster.planning.gpu_placement import stage_speeds
 from tramontane.cluster.planning.hardware import Hardware, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.proto.errors import PipelineError
@@ -31,13 +35,22 @@ from tramontane.workers.weights.checkpoint import Checkpoint, Fingerprint, finge
 Report = Callable[[str], None]
 
 
+class Chain(StageChain, Protocol):
+    """A stage chain that knows the devices of its stages."""
+
+    async def device_names(self) -> list[str]:
+        """Return the name of every stage's device. Raises PipelineError if a stage does not answer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running pipeline: its plan, its router and the usage of its stages."""
+    """A running pipeline: its plan, its router, the usage of its stages, and a function that asks for their devices."""
 
     plan: PipelinePlan
     router: Router
     usage: UsageMeter
+    list_devices: Callable[[], Awaitable[tuple[StageDevice, ...]]]
 
 
 @asynccontextmanager
@@ -55,7 +68,7 @@ async def open_engine(
     report("checking the checkpoint")
     args = validate_model(config)
     pipeline = _local_pipeline if config.local else _ray_pipeline
-    async with pipeline(config, args, report, show_loading) as (plan, chain):
+    async with pipeline(config, args, report, show_loading) as (plan, chain, hardware):
         usage = UsageMeter(len(plan.stages))
 
         def on_result(result: StepResult) -> None:
@@ -65,11 +78,16 @@ async def open_engine(
         router = Router(make_scheduler(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
         running = asyncio.create_task(router.run())
         try:
-            yield Engine(plan, router, usage)
+            yield Engine(plan, router, usage, partial(_list_devices, config, hardware, chain))
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
+
+
+async def _list_devices(config: EngineConfig, hardware: Hardware, chain: Chain) -> tuple[StageDevice, ...]:
+    names = await chain.device_names()
+    return tuple(map(StageDevice, names, stage_speeds(config, hardware, names)))
 
 
 def validate_model(config: EngineConfig) -> ModelArgs:
@@ -127,7 +145,7 @@ def local_devices(num_gpus: int, stages_per_gpu: int) -> list[str]:
 @asynccontextmanager
 async def _local_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
+) -> AsyncIterator[tuple[PipelinePlan, Chain, Hardware]]:
     hardware = probe_local()
     plan = plan_pipeline(config, args, hardware)
     report(f"loading the model, {plan.describe_memory()}")
@@ -151,7 +169,7 @@ async def _local_pipeline(
     finally:
         stopped.set()
     try:
-        yield plan, chain
+        yield plan, chain, hardware
     finally:
         chain.close()
 
@@ -159,19 +177,20 @@ async def _local_pipeline(
 @asynccontextmanager
 async def _ray_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
+) -> AsyncIterator[tuple[PipelinePlan, Chain, Hardware]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
-                yield spec.plan, chain
+                yield spec.plan, chain, hardware
         return
-    spec = pipeline_spec(config, args, probe_local())  # raises for what cannot fit before Ray is started
+    hardware = probe_local()
+    spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
     report("starting Ray")
     with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
-            yield spec.plan, chain
+            yield spec.plan, chain, hardware
 
 
 def pipeline_spec(

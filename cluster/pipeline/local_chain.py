@@ -69,6 +69,10 @@ class LocalStageChain:
         """Return "": a stage of this process cannot be replaced."""
         return ""
 
+    async def device_names(self) -> list[str]:
+        """Return the name of every stage's device."""
+        return [stage.device_name for stage in self.stages]
+
     def close(self) -> None:
         """Cancel what has not begun, and wait for what has."""
         self._thread.shutdown(cancel_futures=True)

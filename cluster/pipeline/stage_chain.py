@@ -160,6 +160,10 @@ class ObjectStoreStageChain:
                 f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s): {ray_error_message(error)}"
             ) from error
 
+    async def device_names(self) -> list[str]:
+        """Return the name of every stage's device. Raises PipelineError as ``health`` does."""
+        return [health.device for health in await self.health()]
+
     async def _gather(self, step: "_Step") -> StepResult:
         try:
             return await step.result

@@ -140,7 +140,7 @@ def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[GpuSlot, i
 
 
 def _slot_of_kind(kind: Sequence[Gpu]) -> GpuSlot:
-    budget = StageBudget(min(gpu.memory for gpu in kind), min(gpu.speed for gpu in kind))
+    budget = StageBudget(min(gpu.memory for gpu in kind), min(gpu.speed or 1 for gpu in kind))
     return GpuSlot(budget, tuple(sorted({gpu.node for gpu in kind})))
 
 
@@ -173,6 +173,18 @@ def _apply_overrides(
         speeds = speed if len(speed) > 1 else speed * len(slots)
         slots = tuple(_with_budget(slot, speed=given) for slot, given in zip(slots, speeds, strict=True))
     return slots
+
+
+def stage_speeds(config: EngineConfig, hardware: Hardware, devices: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the speeds of stages on devices of these names, relative to each other: as configured, else as measured, else None.
+
+    Three stages, 2 per GPU, with ``--gpu-speed 1,3``: 1, 1, 3.
+    """
+    if (given := config.gpu_speed) is not None:
+        per_slot = hardware.stages_per_slot(config.stages_per_gpu)
+        return tuple(given[stage // per_slot if len(given) > 1 else 0] for stage in range(len(devices)))
+    measured = {gpu.name: gpu.speed for gpu in hardware.gpus}
+    return tuple(measured.get(device) for device in devices)
 
 
 def _with_budget(slot: GpuSlot, **changes: int) -> GpuSlot:

@@ -27,13 +27,13 @@ class TooFewNodesError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed relative to other GPUs."""
+    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s if it was measured."""
 
     name: str
     memory: int
     node: str = ""
     index: int = 0
-    speed: int = 1
+    speed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

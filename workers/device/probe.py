@@ -1,9 +1,14 @@
-"""What a process can find out about its GPUs without loading a model. torch is imported only if a GPU is asked."""
+"""What a process can find out about its devices without loading a model. torch is imported only if a GPU is asked."""
 
+import itertools
+import platform
 import time
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 COPY_BYTES = 2**28  # far more than any cache between processor and memory
+VECTOR_INSTRUCTIONS = ("avx512_bf16", "avx512f", "avx2", "avx", "sve", "asimd")  # the best first
 
 
 def visible_gpus() -> list[tuple[str, int]]:
@@ -12,6 +17,34 @@ def visible_gpus() -> list[tuple[str, int]]:
 
     properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return [(gpu.name, gpu.total_memory) for gpu in properties]
+
+
+@cache
+def device_name(device: str) -> str:
+    """Return the name of a kind of device: of two with one name neither is faster.
+
+    Processors of one name may differ where a virtual machine hides the model, so theirs has all that is known:
+    ``AMD EPYC, family 23, model 1, avx2``.
+    """
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    try:
+        return processor_name(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def processor_name(cpuinfo: str) -> str:
+    """Return the name of the first processor in the text of ``/proc/cpuinfo``."""
+    first = itertools.takewhile(str.strip, cpuinfo.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    numbers = {"family": "cpu family", "model": "model", "part": "CPU part"}
+    known = [f"{name} {fields[key]}" for name, key in numbers.items() if key in fields]
+    best = [name for name in VECTOR_INSTRUCTIONS if name in flags][:1]
+    return ", ".join([fields.get("model name", platform.machine()), *known, *best])
 
 
 def memory_bandwidth(

@@ -16,6 +16,7 @@ from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
+from tramontane.workers.device.probe import device_name
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
 from tramontane.workers.model.layers import set_fused_ops
@@ -99,6 +100,11 @@ class StageWorker:
         worker = cls(plan, model, device, read_pieces)
         worker.prepare()
         return worker
+
+    @property
+    def device_name(self) -> str:
+        """Name of the kind of device."""
+        return device_name(str(self.device))
 
     def prepare(self) -> None:
         """Record the CUDA graphs of common sizes before the first step. Changes no state."""

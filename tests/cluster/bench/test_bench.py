@@ -20,7 +20,7 @@ from tramontane.cluster.bench.report import BenchDisplay, as_data
 from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPlan
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli import main as cli
-from tramontane.cluster.config.measurements import MeasuredLoad
+from tramontane.cluster.config.measurements import MeasuredLoad, parse_stage_times_option
 from tramontane.cluster.console import charts as pictures
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.sse import Pacer
@@ -30,6 +30,7 @@ from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.device.probe import device_name
 
 ARGS = tiny_args(n_layers=4, window=24, max_seq_len=128)
 WORK = Workload(num_prompts=5, input_len=12, output_len=6, range_ratio=0.5)
@@ -98,6 +99,20 @@ def test_offline_counts_every_token_of_a_round_and_of_that_round_alone(bench: Be
         "round 4 of 5",
         "round 5 of 5",
     ]
+
+
+@pytest.mark.parametrize(("flags", "speeds"), [((), [None, None]), (("--gpu-speed", "3,1"), [3, 1])])
+def test_what_is_measured_offline_can_be_planned_with(
+    bench: Bench, model: Path, tmp_path: Path, flags: tuple[str, ...], speeds: list[int | None]
+) -> None:
+    ended = bench(*_offline(model), "--warmups", 0, "--repeats", 1, "--json", *flags)
+    assert ended.code == 0, ended.err
+    stages = ended.json["stages"]
+    assert [(stage["device"], stage["speed"]) for stage in stages] == [(device_name("cpu"), speed) for speed in speeds]
+    (tmp_path / "bench.json").write_text(ended.out)
+    times = parse_stage_times_option(tmp_path / "bench.json")
+    assert isinstance(times, tuple)
+    assert [time.busy for time in times] == [s["busy_share"] * (speed or 1) for s, speed in zip(stages, speeds, strict=True)]
 
 
 def test_offline_prints_a_table_for_people_and_needs_no_weights(bench: Bench, model: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -140,13 +140,43 @@ def test_mixed_gpus_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -
 def test_busy_times_of_a_pipeline_decide_how_layers_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The head takes as long as eight layers, so the last of two stages gets eight fewer."""
     layers = [(0, 15), (16, 31)]
-    measured = {"stages": [{"layers": span, "busy_share": busy} for span, busy in zip(layers, (0.4, 0.6), strict=True)]}
-    (tmp_path / "bench.json").write_text(json.dumps(measured))
-    stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=str(tmp_path / "bench.json"))["stages"]
+    measured = _measured(tmp_path, {span: (busy, "L4", None) for span, busy in zip(layers, (0.4, 0.6), strict=True)})
+    stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=measured)["stages"]
     assert [(stage["first_layer"], stage["last_layer"]) for stage in stages] == [(0, 19), (20, 31)]
     assert [stage["relative_time"] for stage in stages] == pytest.approx([1, 1])
     plan("mistral-7b-v0.1", "80GiB", gpus=2)
     assert capsys.readouterr().out.splitlines()[-2] == "time of a micro-batch, relative to the mean of the stages: 0.99, 1.01"
+
+
+def _measured(folder: Path, stages: dict[tuple[int, int], tuple[float, str, int | None]]) -> str:
+    """Write what bench --json writes of stages: layers to busy share, device and speed."""
+    rows = [(span, *rest) for span, rest in stages.items()]
+    keys = ("layers", "busy_share", "device", "speed")
+    (folder / "bench.json").write_text(json.dumps({"stages": [dict(zip(keys, row, strict=True)) for row in rows]}))
+    return str(folder / "bench.json")
+
+
+def test_busy_times_of_unlike_devices_are_compared_by_their_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head takes as long as eight layers. 24 layers on a GPU three times as fast took as long as 8 on the other one,
+    and the last stage twice that: 40 layers' work in all, of which the fast GPU takes 30 and the other 2 and the head."""
+    measured = _measured(tmp_path, {(0, 23): (0.4, "H100", 3), (24, 31): (0.8, "L4", 1)})
+
+    def spans(gpu_speed: str | None) -> list[tuple[int, int]]:
+        stages = _planned(capsys, "mistral-7b-v0.1", "80GiB", gpus=2, measured=measured, gpu_speed=gpu_speed)["stages"]
+        assert [stage["relative_time"] for stage in stages] == pytest.approx([1, 1])
+        return [(stage["first_layer"], stage["last_layer"]) for stage in stages]
+
+    assert spans("3,1") == [(0, 29), (30, 31)]
+    assert spans(None) == [(0, 19), (20, 31)], "on two like GPUs"
+
+
+def test_busy_times_of_unlike_devices_without_speeds_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    measured = _measured(tmp_path, {(0, 23): (0.4, "H100", None), (24, 31): (0.8, "L4", None)})
+    line = refused("plan", "--model", "mistral-7b-v0.1", "--gpu-memory", "80GiB", "--gpus", "2", "--measured", measured)
+    assert line == (
+        f"--measured {measured}: stages ran on unlike devices (H100; L4) whose speeds are not known; run tramontane bench --json "
+        "again with --gpu-speed, or on devices of one kind"
+    )
 
 
 def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,15 @@ def test_a_file_that_holds_no_load_is_named(tmp_path: Path, text: str, named: st
 # ---- busy times of stages
 
 
-def _stages(*stages: tuple[Any, Any, Any]) -> str:
-    return json.dumps({"stages": [{"layers": [first, last], "busy_share": busy} for first, last, busy in stages]})
+def _stages(*stages: tuple[Any, Any, Any], devices: Any = "LL", speeds: Any = (None, None)) -> str:  # noqa: ANN401
+    keys = ("layers", "busy_share", "device", "speed")
+    rows = zip(stages, devices, speeds, strict=False)
+    return json.dumps({"stages": [dict(zip(keys, (span, busy, *on), strict=True)) for (*span, busy), *on in rows]})
+
+
+def _on(devices: Sequence[Any], speeds: Sequence[Any]) -> str:
+    """Two stages of three layers, busy for 25 % and 75 % of the time."""
+    return _stages((0, 2, 0.25), (3, 5, 0.75), devices=devices, speeds=speeds)
 
 
 def test_busy_times_are_read_from_what_a_benchmark_prints(tmp_path: Path) -> None:
@@ -79,6 +87,22 @@ def test_busy_times_are_read_from_what_a_benchmark_prints(tmp_path: Path) -> Non
     times = (StageTime(0, 8, 0.9), StageTime(9, 15, 1))
     assert parse_stage_times_option(str(file)) == parse_stage_times_option(file) == times
     assert parse_stage_times_option(times) is times
+
+
+@pytest.mark.parametrize(
+    ("devices", "speeds", "busy"),
+    [
+        ("LL", (None, None), (0.25, 0.75)),
+        ("LL", (4, 4), (1, 3)),  # the same ratio
+        ("HL", (3, 1), (0.75, 0.75)),
+        ("LL", (3, 1), (0.75, 0.75)),  # as --gpu-speed says, although the names are the same
+    ],
+)
+def test_busy_times_are_those_of_like_devices(
+    tmp_path: Path, devices: str, speeds: tuple[Any, Any], busy: tuple[float, float]
+) -> None:
+    (tmp_path / "bench.json").write_text(_on(devices, speeds))
+    assert parse_stage_times_option(tmp_path / "bench.json") == (StageTime(0, 2, busy[0]), StageTime(3, 5, busy[1]))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +121,21 @@ def test_busy_times_are_read_from_what_a_benchmark_prints(tmp_path: Path) -> Non
         (_stages((0, 7, 0.0), (8, 9, 0.9)), "a busy_share above 0 for each stage"),
         (_stages((0, 7, True), (8, 9, 0.9)), "a busy_share above 0"),
         (_stages((0, 7, 0.5), (8, 9, float("inf"))), "a busy_share above 0"),
+        (
+            _on(["A100", "L4"], (None, None)),
+            "stages ran on unlike devices (A100; L4) whose speeds are not known; run tramontane bench --json again with "
+            "--gpu-speed, or on devices of one kind",
+        ),
+        (_on("HL", (3, None)), "stages must have a speed above 0 for each stage, or none"),
+        (_on("HL", (3, 0)), "a speed above 0"),
+        (_on("HL", (3, True)), "a speed above 0"),
+        (_on("LL", (3, 1.5)), "a speed above 0"),
+        (_on(("", "L"), (None, None)), "stages have no device, by which their times are compared"),
+        (_on((5, "L"), (None, None)), "have no device"),
+        (
+            json.dumps({"stages": [{"layers": [n, n], "busy_share": 0.5} for n in (0, 1)]}),  # of an earlier version
+            "stages have no device, by which their times are compared; run tramontane bench --json again",
+        ),
     ],
 )
 def test_a_file_without_busy_times_is_named(tmp_path: Path, text: str, named: str) -> None:

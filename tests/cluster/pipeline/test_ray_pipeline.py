@@ -37,6 +37,7 @@ from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
 from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.workers.device.probe import device_name
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
@@ -441,13 +442,14 @@ def test_a_stage_that_loads_reports_its_progress_and_has_no_epoch(tmp_path: Path
         (folder / "1").touch()
         second = _health_once(stage, lambda health: health.bytes_loaded > first.bytes_loaded)
         assert second.bytes_loaded < second.weight_bytes
-        assert second.epoch == -1
+        assert (second.epoch, second.device) == (-1, "")
         assert ray.wait([fenced], timeout=0)[0] == [], "it waits for the weights"
         (folder / "all").touch()
         ray.get(fenced)
         _accepted(stage, epoch=5)
         whole = ray.get(stage.health.remote())
         assert whole.bytes_read == whole.bytes_loaded == whole.weight_bytes, "all are stored as they are used"
+        assert whole.device == device_name("cpu")
 
 
 def test_a_stage_that_is_started_again_loads_without_a_call(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str,
         return [("A100", 80 * GIB)] * 2
 
     for measured, look in ((True, all_alike), (False, _look)):
-        assert {gpu.speed for gpu in probe_cluster(measured, look, _fail).gpus} == {1}
+        assert {gpu.speed for gpu in probe_cluster(measured, look, _fail).gpus} == {None}
 
 
 def test_nodes_that_cannot_say_what_they_have_are_named_in_one_line(nodes: dict[str, str]) -> None:

@@ -14,7 +14,14 @@ from tiny_models import tiny_args
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.pipeline.engine import local_devices
-from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, gpu_choices, partition_gpus, placement_candidates
+from tramontane.cluster.planning.gpu_placement import (
+    GpuSlot,
+    expert_slots,
+    gpu_choices,
+    partition_gpus,
+    placement_candidates,
+    stage_speeds,
+)
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan
 from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget, layer_costs
@@ -106,7 +113,7 @@ def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, nu
         for slot in set(slots):
             there = [gpu for gpu in gpus if gpu.node in slot.nodes or not slot.nodes]
             assert slots.count(slot) * num_pipelines <= len(there)
-            assert all(slot.budget.memory <= gpu.memory and slot.budget.speed <= gpu.speed for gpu in there)
+            assert all(slot.budget.memory <= gpu.memory and slot.budget.speed <= (gpu.speed or 1) for gpu in there)
 
 
 # ---- what is given
@@ -280,3 +287,26 @@ def test_gpus_are_chosen_for_the_head_that_was_measured() -> None:
             assert _slowest([stage.layers for stage in plan.stages], [slot.budget for slot in slots], times) == min(possible)
             num_planned += 1
     assert num_planned > 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "speeds"),
+    [
+        ({}, ["A100", "L4"], (2, None)),  # L4 was not measured
+        ({}, ["A100", "A100"], (2, 2)),
+        ({}, ["another", "L4"], (None, None)),
+        ({"gpu_speed": "3,1"}, ["A100", "L4"], (3, 1)),
+        ({"gpu_speed": "3"}, ["A100", "L4"], (3, 3)),
+        ({"gpu_speed": "1,3", "stages_per_gpu": 2}, ["L4", "L4", "A100"], (1, 1, 3)),
+    ],
+)
+def test_speeds_of_stages_are_those_of_their_devices(
+    settings: dict[str, object], devices: list[str], speeds: tuple[int | None, ...]
+) -> None:
+    assert stage_speeds(_config(**settings), _hardware([*A, *B]), devices) == speeds
+
+
+def test_speeds_that_are_given_are_those_of_stages_where_no_gpu_is() -> None:
+    config = _config(gpu_speed="1,3", stages_per_gpu=2)
+    assert stage_speeds(config, _hardware([]), ["EPYC", "EPYC"]) == (1, 3)
+    assert stage_speeds(_config(), _hardware([]), ["EPYC", "EPYC"]) == (None, None)

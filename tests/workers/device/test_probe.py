@@ -1,10 +1,11 @@
-"""What GPUs are queried for, in the form that it has without one."""
+"""What GPUs are queried for, in the form that it has without one, and the names of processors."""
 
 import itertools
+import platform
 
 import torch
 
-from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
+from tramontane.workers.device.probe import device_name, memory_bandwidth, processor_name, visible_gpus
 
 
 def test_the_quickest_copy_after_the_first_counts() -> None:
@@ -19,3 +20,31 @@ def test_a_real_clock_says_something() -> None:
 
 def test_what_is_seen_is_what_cuda_shows() -> None:
     assert len(visible_gpus()) == torch.cuda.device_count()
+
+
+FIELDS = {"model name": "AMD EPYC", "cpu family": "25", "model": "17", "flags": "sse avx avx2 avx512f avx512_bf16"}
+
+
+def _cpuinfo(**changed: str) -> str:
+    one = "".join(
+        f"{key}\t: {value}\n" for key, value in (FIELDS | {key.replace("_", " "): v for key, v in changed.items()}).items()
+    )
+    return f"processor\t: 0\n{one}\nprocessor\t: 1\nmodel name\t: another\n"
+
+
+def test_processors_of_one_name_differ_by_what_else_is_known() -> None:
+    """Virtual machines may hide the model."""
+    assert processor_name(_cpuinfo()) == "AMD EPYC, family 25, model 17, avx512_bf16"
+    others = [_cpuinfo(cpu_family="23"), _cpuinfo(model="1"), _cpuinfo(flags="sse avx avx2 avx512f"), _cpuinfo(flags="sse")]
+    assert len({*map(processor_name, [_cpuinfo(), *others])}) == 5
+
+
+def test_a_processor_without_a_name_is_known_by_its_kind() -> None:
+    assert (
+        processor_name("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n") == f"{platform.machine()}, part 0xd0c, asimd"
+    )
+    assert processor_name("") == platform.machine()
+
+
+def test_this_processor_has_a_name() -> None:
+    assert device_name("cpu")
