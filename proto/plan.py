@@ -140,6 +140,7 @@ class StagePlan:
     max_num_seqs: int
     weight_bytes: int
     experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
+    padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -165,6 +166,11 @@ class StagePlan:
     def label(self) -> str:
         """Name for people, counted from one: ``Stage 1/4 layers 0-7``."""
         return f"Stage {self.stage_id + 1}/{self.num_stages} layers {self.first_layer}-{self.last_layer - 1}"
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights as they are in memory, packed where they are on a CPU."""
+        return self.weight_bytes + self.padding_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -206,6 +212,6 @@ class PipelinePlan:
     def describe_memory(self, num_pipelines: int = 1) -> str:
         """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
         experts = sum(actor.weight_bytes for actor in self.experts.actors) if self.experts else 0
-        weights = num_pipelines * (sum(stage.weight_bytes for stage in self.stages) + experts)
+        weights = num_pipelines * (sum(stage.packed_bytes for stage in self.stages) + experts)
         cache = max(stage.cache_bytes for stage in self.stages)
         return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache per stage (--kv-cache-memory)"

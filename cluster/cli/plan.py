@@ -64,8 +64,10 @@ def plan(
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
     settings = _settings(context)
+    panel_rows = 1
     if settings.gpu_memory is None:
-        settings = settings.model_copy(update={"gpu_memory": _memory_here(settings.stages or gpus)})
+        memories, panel_rows = _memory_here(settings.stages or gpus)
+        settings = settings.model_copy(update={"gpu_memory": memories})
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
@@ -84,6 +86,7 @@ def plan(
         quantize=settings.quantize,
         experts_inside=experts is None,
         measured=settings.measured,
+        panel_rows=panel_rows,
     )
     pipeline = _make_plan(args, request, settings.stages_per_gpu)
     times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
@@ -106,8 +109,11 @@ def _settings(context: typer.Context) -> EngineConfig:
     return EngineConfig.build(None, keys | {"load_format": "dummy"})  # weights are not needed
 
 
-def _memory_here(num_stages: int | None) -> tuple[int, ...]:
-    """Return the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it."""
+def _memory_here(num_stages: int | None) -> tuple[tuple[int, ...], int]:
+    """Return the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it.
+
+    The second number is the rows of a panel of packed matrices: 1 on GPUs, which pack none.
+    """
     from tramontane.cluster.planning.hardware import probe_local  # imports Ray, which no other plan needs
 
     hardware = probe_local()
@@ -120,7 +126,7 @@ def _memory_here(num_stages: int | None) -> tuple[int, ...]:
         source = "this machine's free memory, as it has no GPU"
     sizes = ", ".join(format_bytes(memory) for memory in memories)
     Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}: {sizes}", soft_wrap=True)
-    return memories
+    return memories, 1 if hardware.gpus else hardware.panel_rows
 
 
 def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int) -> PipelinePlan:
@@ -173,10 +179,10 @@ def _show(
     table = Table("stage", "layers", "GiB", "weights", "cache", *lengths)
     for stage, budget, row in zip(plan.stages, budgets, capacities, strict=True):
         counts = (f"{c.num_seqs} ({c.num_seqs_without_windows})" if has_windows else str(c.num_seqs) for c in row)
-        sizes = (f"{size / GIB:.2f}" for size in (budget.memory, stage.weight_bytes, stage.cache_bytes))
+        sizes = (f"{size / GIB:.2f}" for size in (budget.memory, stage.packed_bytes, stage.cache_bytes))
         table.add_row(f"{stage.stage_id + 1}/{len(budgets)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
     of_all = pipeline_capacity(plan)
-    totals = (sum(sizes) / GIB for sizes in zip(*((s.weight_bytes, s.cache_bytes) for s in plan.stages), strict=True))
+    totals = (sum(sizes) / GIB for sizes in zip(*((s.packed_bytes, s.cache_bytes) for s in plan.stages), strict=True))
     memory = sum(budget.memory for budget in budgets) / GIB
     counts = (str(of_all.get(each.length, "")) for each in capacities[0])
     table.add_row("all", f"0-{args.n_layers - 1}", f"{memory:.2f}", *(f"{total:.2f}" for total in totals), *counts)

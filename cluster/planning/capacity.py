@@ -26,7 +26,7 @@ class CapacityRow:
 
 def stage_capacity(stage: StagePlan, budget: StageBudget, page_size: int) -> list[CapacityRow]:
     """Return one row per length of LENGTHS, up to the model's context."""
-    args, free = stage.args, budget.usable - stage.weight_bytes
+    args, free = stage.args, budget.usable - stage.packed_bytes
     page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
 
     def count(length: int, windows: list[int | None]) -> int:
@@ -144,7 +144,7 @@ def plan_as_data(
                 "last_layer": stage.last_layer - 1,
                 "relative_time": time,
                 "memory": budget.memory,
-                "weight_bytes": stage.weight_bytes,
+                "weight_bytes": stage.packed_bytes,
                 "cache_bytes": stage.cache_bytes,
                 "sequences": [
                     {"tokens": row.length, "num_seqs": row.num_seqs, "num_seqs_without_windows": row.num_seqs_without_windows}

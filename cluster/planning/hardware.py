@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.ray_internals.accessors import kv_get, kv_put
 from tramontane.proto.errors import PlanError
-from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
+from tramontane.workers.device.probe import MAX_PANEL_ROWS, memory_bandwidth, panel_rows, visible_gpus
 
 GPU_PROBE_TIMEOUT_S = 60.0
 CORES_RESOURCE = "tramontane_cores"  # Ray resource with a node's real cores, where Ray is given more CPUs than those
@@ -38,11 +38,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Nodes and GPUs: ``node_cpus`` and ``node_memory`` (bytes) have one entry per node, ``gpus`` one per GPU of all nodes."""
+    """Nodes and GPUs: ``node_cpus`` and ``node_memory`` (bytes) have one entry per node, ``gpus`` one per GPU of all nodes.
+
+    ``panel_rows``: the most rows that a panel of packed matrices has on any of the processors.
+    """
 
     node_cpus: tuple[int, ...]
     node_memory: tuple[int, ...]
     gpus: tuple[Gpu, ...] = ()
+    panel_rows: int = MAX_PANEL_ROWS
 
     def stages_per_slot(self, stages_per_gpu: int) -> int:
         """Return how many stages share one slot, which is a GPU; without GPUs every stage has a slot of its own."""
@@ -106,7 +110,7 @@ def probe_local() -> Hardware:
     """Return this machine's free hardware, as far as this process may use it."""
     visible = visible_gpus() if _num_visible_gpus() else []
     gpus = tuple(Gpu(name, memory, index=index) for index, (name, memory) in enumerate(visible))
-    return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus)
+    return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus, panel_rows=panel_rows())
 
 
 def probe_cluster(

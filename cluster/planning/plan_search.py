@@ -56,7 +56,7 @@ def _best_stages(
         if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
             break
         try:
-            plan = make_plan(args, _request(config, args, slots))
+            plan = make_plan(args, _request(config, args, slots, hardware))
         except TooLittleMemoryError:
             continue
         time = max(
@@ -66,7 +66,8 @@ def _best_stages(
         if best is None or time < best[0]:
             best = time, plan, slots
     if best is None:
-        raise _explain_failure(args, _request(config, args, candidates[0]), config.stages_per_gpu if hardware.gpus else None)
+        request = _request(config, args, candidates[0], hardware)
+        raise _explain_failure(args, request, config.stages_per_gpu if hardware.gpus else None)
     _, plan, slots = best
     threads, per_slot = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
     at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, per_slot)
@@ -83,7 +84,7 @@ def _total_speed(slots: Sequence[GpuSlot]) -> int:
     return sum(slot.budget.speed for slot in slots)
 
 
-def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot]) -> PlanRequest:
+def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], hardware: Hardware) -> PlanRequest:
     return PlanRequest(
         budgets=tuple(slot.budget for slot in slots),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
@@ -94,6 +95,7 @@ def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot]) ->
         quantize=config.quantize,
         experts_inside=not config.expert_actors,
         measured=config.measured,
+        panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
 
 

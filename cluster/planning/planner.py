@@ -3,21 +3,18 @@
 Layers are divided so that the slowest stage is as fast as possible and no stage exceeds its memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import lcm
 
 from tramontane.cluster.config.measurements import StageTime
+from tramontane.cluster.planning.layer_split import FitsPredicate, is_splittable, split_layers
 from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
 from tramontane.workers.weights.tensor_specs import TensorSpec, embedding_tensor, head_tensors, layer_tensors
-
-FitsPredicate = Callable[[int, range], bool]  # whether a stage has enough memory for these layers
-Split = tuple[int, int, tuple[int, ...]]  # time of the slowest stage, sum of squared times, end of each stage
 
 SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
 MEMORY_SHARE = 0.9  # of a stage's memory; the rest is for activations and the runtime
@@ -53,6 +50,7 @@ class PlanRequest:
     quantize: Quantization | None = None
     experts_inside: bool = True  # in the stages, if the model has experts
     measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
+    panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
 
     @property
     def num_stages(self) -> int:
@@ -90,7 +88,6 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
         raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
     footprint = _StageFootprint(args, request)
     spans = _layer_spans(args, request, footprint)
-    weights = [footprint.weight_bytes(span) for span in spans]
     cache = _plan_cache(spans, footprint, request)
     stages = tuple(
         StagePlan(
@@ -104,7 +101,8 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
             cache=cache,
             # every sequence holds a page of each class, and has a row in the stages' page tables
             max_num_seqs=min(request.max_num_seqs, *(c.num_pages for c in cache.classes)),
-            weight_bytes=weights[stage_id],
+            weight_bytes=footprint.weight_bytes(span) - footprint.padding_bytes(span),
+            padding_bytes=footprint.padding_bytes(span),
             experts_inside=request.experts_inside,
         )
         for stage_id, span in enumerate(spans)
@@ -149,20 +147,23 @@ class _StageFootprint:
         self._args, self._request = args, request
         self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
         page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
-        layers = range(args.n_layers)
-        self._weights = [
-            0,
-            *accumulate(self._num_bytes(*layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in layers),
-        ]
-        self._one_sequence = [0, *accumulate(self.rings[args.windows[layer]] * page_bytes for layer in layers)]
+        layers = [tuple(layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in range(args.n_layers)]
+        head = tuple(head_tensors(args))
+        self._weights = [0, *accumulate(self._num_bytes(*specs) for specs in layers)]
+        self._padding = [0, *accumulate(self._num_padding_bytes(*specs) for specs in layers)]
+        self._one_sequence = [0, *accumulate(self.rings[window] * page_bytes for window in args.windows)]
         self._embedding = self._num_bytes(embedding_tensor(args))
-        self._head = self._num_bytes(*head_tensors(args))
+        self._head, self._head_padding = self._num_bytes(*head), self._num_padding_bytes(*head)
 
     def weight_bytes(self, span: range) -> int:
-        """Return the weights of the layers, with the embedding and the head where they belong."""
-        num_bytes = self._weights[span.stop] - self._weights[span.start]
-        first, last = span.start == 0, span.stop == self._args.n_layers
-        return num_bytes + first * self._embedding + last * self._head
+        """Return the weights of the layers, with the embedding and the head where they belong, as they are in memory."""
+        num_bytes = self._weights[span.stop] - self._weights[span.start] + self.padding_bytes(span)
+        return num_bytes + (span.start == 0) * self._embedding + (span.stop == self._args.n_layers) * self._head
+
+    def padding_bytes(self, span: range) -> int:
+        """Return what fills up the last panels of packed matrices; the embedding is not packed."""
+        num_bytes = self._padding[span.stop] - self._padding[span.start]
+        return num_bytes + (span.stop == self._args.n_layers) * self._head_padding
 
     def sequence_bytes(self, span: range) -> int:
         """Return the cache of one sequence of full length."""
@@ -172,9 +173,15 @@ class _StageFootprint:
         """Return weights and the least cache with which the stage is of use."""
         return self.weight_bytes(span) + max(self.sequence_bytes(span), self._request.kv_cache_memory or 0)
 
+    @property
+    def _format(self) -> WeightFormat:
+        return WeightFormat(self._request.dtype, stored=self._args.dtype, quantize=self._request.quantize)
+
     def _num_bytes(self, *specs: TensorSpec) -> int:
-        weights = WeightFormat(self._request.dtype, stored=self._args.dtype, quantize=self._request.quantize)
-        return sum(spec.num_bytes(weights) for spec in specs)
+        return sum(spec.num_bytes(self._format) for spec in specs)
+
+    def _num_padding_bytes(self, *specs: TensorSpec) -> int:
+        return sum(spec.padding_bytes(self._format, self._request.panel_rows) for spec in specs)
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
@@ -237,61 +244,3 @@ def _check_kv_cache_memory(given: int, sequence_bytes: list[int], spans: list[ra
 
 def _label(stage_id: int, spans: list[range]) -> str:
     return f"stage {stage_id + 1}/{len(spans)} (layers {spans[stage_id].start}-{spans[stage_id].stop - 1})"
-
-
-def split_layers(
-    costs: Sequence[int], speeds: Sequence[int], fits: FitsPredicate = lambda _stage, _span: True
-) -> list[range] | None:
-    """Divide layers into consecutive, non-empty spans, one per stage; return None if none fits.
-
-    A stage takes the cost of its layers divided by its speed, which counts only relative to the
-    others'. Among the splits whose slowest stage is fastest, the most even one is returned.
-
-    costs [2, 1, 1, 1, 3], speeds [1, 1]: [2, 1, 1] and [1, 3], both 4. Speeds [3, 1]: [2, 1, 1, 1] and [3], 5/3 and 3.
-    """
-    unit = lcm(*speeds)
-    times = [unit // speed for speed in speeds]  # of a layer of cost 1, in whole numbers: speeds [3, 1] give [1, 3]
-    fastest = _split(costs, times, fits, floor=0)
-    if fastest is None:
-        return None
-    most_even = _split(costs, times, fits, floor=fastest[0])
-    assert most_even is not None
-    ends = most_even[2]
-    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def is_splittable(num_layers: int, num_stages: int, fits: FitsPredicate) -> bool:
-    """Return True if any split fits, without a search for the best.
-
-    Every stage takes as many layers as fit, leaving one for each stage that follows: the remaining layers are then a
-    subset of those that any other split would leave.
-    """
-    start = 0
-    for stage in range(num_stages):
-        last = num_layers - (num_stages - 1 - stage)
-        end = start
-        while end < last and fits(stage, range(start, end + 1)):
-            end += 1
-        if end == start:
-            return False
-        start = end
-    return start == num_layers
-
-
-def _split(costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floor: int) -> Split | None:
-    """Return the split with the least (slowest stage, sum of squared times); a slowest stage below ``floor`` counts as that."""
-    cost_until = [0, *accumulate(costs)]
-    best: dict[int, Split] = {0: (floor, 0, ())}  # by number of layers split so far
-    for stage, time in enumerate(times):
-        longer: dict[int, Split] = {}
-        for end in range(stage + 1, len(costs) + 1):
-            starts = [start for start in best if start < end and fits(stage, range(start, end))]
-            if starts:
-                longer[end] = min(_extend(best[start], (cost_until[end] - cost_until[start]) * time, end) for start in starts)
-        best = longer
-    return best.get(len(costs))
-
-
-def _extend(split: Split, time: int, end: int) -> Split:
-    slowest, squares, ends = split
-    return max(slowest, time), squares + time**2, (*ends, end)

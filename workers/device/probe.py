@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 COPY_BYTES = 2**28  # far more than any cache between processor and memory
+MAX_PANEL_ROWS = 32  # of any processor
 VECTOR_INSTRUCTIONS = ("avx512_bf16", "avx512f", "avx2", "avx", "sve", "asimd")  # the best first
 
 
@@ -45,6 +46,12 @@ def processor_name(cpuinfo: str) -> str:
     known = [f"{name} {fields[key]}" for name, key in numbers.items() if key in fields]
     best = [name for name in VECTOR_INSTRUCTIONS if name in flags][:1]
     return ", ".join([fields.get("model name", platform.machine()), *known, *best])
+
+
+def panel_rows() -> int:
+    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``, without compiling it."""
+    instructions = device_name("cpu").rpartition(", ")[2]
+    return 32 if instructions.startswith("avx512") else 16 if instructions.startswith("avx") else 8
 
 
 def memory_bandwidth(

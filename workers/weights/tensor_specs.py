@@ -127,6 +127,17 @@ class TensorSpec:
             return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
         return self.num_elements * DTYPE_BYTES[self.dtype(weights)]
 
+    def padding_bytes(self, weights: WeightFormat, panel_rows: int) -> int:
+        """Return the bytes that fill up the last panel of a packed matrix, for the tensor that has the parameter's last rows.
+
+        70 rows of 5 bfloat16 in panels of 32: 26 rows of 10 bytes.
+        """
+        num_rows = self.parameter_shape[0]
+        if len(self.shape) == 1 or self.rows.stop != num_rows:
+            return 0
+        size = 1 if weights.quantize and self.quantizable else DTYPE_BYTES[self.dtype(weights)]
+        return -num_rows % panel_rows * self.shape[1] * size
+
 
 def layer_tensors(
     args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True

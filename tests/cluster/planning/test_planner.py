@@ -2,7 +2,8 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,20 +20,24 @@ from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.pipeline.engine import make_scheduler
-from tramontane.cluster.planning.hardware import Gpu, Hardware
+from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
+from tramontane.cluster.planning.layer_split import split_layers
 from tramontane.cluster.planning.plan_search import plan_pipeline
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, layer_costs, make_plan, split_layers
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, layer_costs, make_plan
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import quantize_linears
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 repeatable = settings(derandomize=True, deadline=None)
 
@@ -137,6 +142,67 @@ def test_a_plan_has_the_bytes_that_a_stage_loads(stored: str, dtype: str, quanti
         stays = (stored, dtype) == ("bfloat16", "float32")
         found = {tensor.dtype for tensor in state.values() if tensor.ndim > 1 and tensor.dtype != torch.int8}
         assert found == {getattr(torch, stored if stays else dtype)}
+
+
+FILLED = replace(tiny_args(n_layers=2, head_dim=32, moe=False), dim=128, hidden_dim=256, vocab_size=320)  # multiples of 32
+NOT_FILLED = replace(tiny_args(n_layers=2, head_dim=26, n_kv_heads=1), dim=104, hidden_dim=148, vocab_size=290)
+
+
+@pytest.mark.parametrize("quantize", [None, *Quantization])
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("geometry", [FILLED, NOT_FILLED], ids=["filled", "not filled"])
+def test_a_plan_has_the_bytes_that_packed_stages_hold(
+    geometry: ModelArgs, stored: str, dtype: str, quantize: Quantization | None
+) -> None:
+    """Counted in the memory of stages that are loaded as an actor loads them, whether or not matrices fill their last panel."""
+    args = replace(geometry, dtype=stored)
+    request = _request(args, 2, dtype=dtype, quantize=quantize, panel_rows=probe_local().panel_rows)
+    for stage in make_plan(args, request).stages:
+        model = StageWorker.load(stage, RandomWeights()).model
+        packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+        unpacked = [module for module in model.modules() if isinstance(module, Linear | QuantizedLinear)]
+        assert packed
+        assert not unpacked
+        assert stage.packed_bytes == _bytes_held(model.state_dict().values())
+        assert (stage.padding_bytes > 0.02 * stage.weight_bytes) == (geometry is NOT_FILLED), "it makes a difference"
+
+
+def _bytes_held(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind these tensors, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def test_padding_is_what_completes_the_last_panel() -> None:
+    """70 rows of 5 bfloat16, and of 5 int8, in panels of 32: 26 more. Of tensors that share a parameter the last has it."""
+    half, int8 = (WeightFormat("bfloat16", stored="bfloat16", quantize=q) for q in (None, Quantization.INT8))
+    whole = TensorSpec("w", "w", (70, 5), quantizable=True)
+    first, last = (TensorSpec("w", "w", (35, 5), first_row=row, parameter_rows=70, quantizable=True) for row in (0, 35))
+    assert [spec.padding_bytes(half, 32) for spec in (whole, first, last, TensorSpec("n", "n", (70,)))] == [260, 0, 260, 0]
+    assert [whole.padding_bytes(int8, rows) for rows in (1, 7, 32, 64, 70)] == [0, 0, 130, 58 * 5, 0]
+
+
+def test_a_plan_for_this_machine_counts_its_panels_and_one_for_gpus_none() -> None:
+    args = NOT_FILLED
+    here = Hardware(node_cpus=(2,), node_memory=(GIB,), panel_rows=16)
+    on_gpus = replace(here, gpus=(Gpu("L4", GIB),) * 2)
+    plans = [plan_pipeline(EngineConfig(stages=2), args, hardware) for hardware in (here, on_gpus)]
+    assert [stage.padding_bytes > 0 for plan in plans for stage in plan.stages] == [True, True, False, False]
+    assert len({stage.weight_bytes for plan in plans for stage in plan.stages[:1]}) == 1, "what is loaded is the same"
+
+
+def test_a_stage_that_fits_only_without_its_padding_is_refused() -> None:
+    args = NOT_FILLED
+    (stage,) = make_plan(args, _request(args, panel_rows=32)).stages
+    needed = stage.packed_bytes + _sequence_bytes(args, _request(args), stage.layers)
+    for memory, panel_rows, fits in (
+        (needed, 32, True),
+        (needed - stage.padding_bytes, 32, False),
+        (needed - stage.padding_bytes, 1, True),
+    ):
+        request = _request(args, stage_memory=-(-memory * 10 // 9), panel_rows=panel_rows)
+        with nullcontext() if fits else pytest.raises(PlanError, match="too little memory"):
+            make_plan(args, request)
 
 
 def test_a_quantized_plan_has_the_bytes_that_its_weights_leave() -> None:

@@ -3,9 +3,12 @@
 import itertools
 import platform
 
+import pytest
 import torch
 
-from tramontane.workers.device.probe import device_name, memory_bandwidth, processor_name, visible_gpus
+from tramontane.workers.device import probe
+from tramontane.workers.device.probe import device_name, memory_bandwidth, panel_rows, processor_name, visible_gpus
+from tramontane.workers.kernels.packed_linear import PackedMatmul
 
 
 def test_the_quickest_copy_after_the_first_counts() -> None:
@@ -48,3 +51,15 @@ def test_a_processor_without_a_name_is_known_by_its_kind() -> None:
 
 def test_this_processor_has_a_name() -> None:
     assert device_name("cpu")
+
+
+def test_panels_have_the_rows_that_the_kernels_give_them() -> None:
+    assert panel_rows() == PackedMatmul(torch.float32, torch.float32).packed_shape(1, 1)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("A, avx512_bf16", 32), ("A, avx512f", 32), ("A, avx2", 16), ("A, avx", 16), ("A", 8), ("A, asimd", 8)]
+)
+def test_panels_are_two_vectors(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "device_name", lambda _: name)
+    assert panel_rows() == rows
