@@ -12,6 +12,7 @@ from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInF
 from tramontane.router.scheduling.round_times import SpreadTuner
 
 MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
+COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
 MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
@@ -56,6 +57,7 @@ class BalancedPolicy:
         self._in_flight_tuner = InFlightTuner(num_stages, limit)
         self._untrained = FixedInFlightPolicy(self._in_flight_tuner.max_in_flight, max_tokens)
         self._spread_tuner = SpreadTuner()
+        self._prompt_spread = PromptSpread()
         self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # predicted rounds by spread, and their key
         self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and the version of the fit
         self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
@@ -76,8 +78,9 @@ class BalancedPolicy:
         if state.pending_tokens:
             spread = self.max_in_flight if self._overlaps else 1
             own = self._decodes(state, spread)
-            prefill = self._prefill(state, spread, own)
-            return BatchBudget(own.decodes, min(prefill, self._max_tokens - own.decodes))
+            prefill = min(self._prefill(state, spread, own), self._max_tokens - own.decodes)
+            self._prompt_spread.record(state.pending_tokens, prefill)
+            return BatchBudget(own.decodes, prefill)
         rounds_s = self._rounds_s(state)
         spread = self._spread_tuner.choose(rounds_s)
         if state.num_in_flight >= spread:
@@ -150,7 +153,7 @@ class BalancedPolicy:
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
         is_full = state.num_decoding and (state.waiting_tokens or self._in_flight_tuner.is_saturated)
         if self._overlaps and is_full and not state.urgent_tokens:
-            pieces = [max(fewest, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK))]
+            pieces = [max(fewest, self._prompt_spread.pieces(pending, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)))]
         else:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
         sizes = [-(-pending // n) for n in pieces]
@@ -184,6 +187,28 @@ class BalancedPolicy:
     def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
         """Return for each micro-batch the time of the slowest stage, and the time through the whole pipeline."""
         return self._columns.bottleneck_and_latency(self._cost.predict(works))
+
+
+class PromptSpread:
+    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other prompts arrive.
+
+    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are left over 3, and 90 new ones
+    over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of what is left, again and again, would become ever smaller
+    pieces, of which each reads all weights.
+    """
+
+    def __init__(self) -> None:
+        self._num_left, self._pieces_left = 0, 1.0
+
+    def pieces(self, pending: int, pieces_of_new: int) -> int:
+        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in ``pieces_of_new``."""
+        num_left = min(self._num_left, pending)
+        self._pieces_left = (num_left * self._pieces_left + (pending - num_left) * pieces_of_new) / pending
+        return max(math.ceil(self._pieces_left), 1)
+
+    def record(self, pending: int, taken: int) -> None:
+        """Record that so many of the pending tokens go now."""
+        self._num_left, self._pieces_left = max(pending - taken, 0), max(self._pieces_left - COUNTDOWN, 1.0)
 
 
 class InFlightTuner:

@@ -1,9 +1,11 @@
 """Our policy, called directly."""
 
+from itertools import pairwise
+
 import pytest
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy
+from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy, PromptSpread
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, SchedulerState
 
 
@@ -27,3 +29,39 @@ def test_a_prompt_advances_however_tight_the_target_is(pending: int) -> None:
         share = policy.choose_budget(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 0, 0.5))
         assert share is not None
         assert share.prefill_tokens >= min(pending, MIN_CHUNK)
+
+
+def test_prompts_that_arrived_together_end_after_twice_the_pieces_in_which_they_began() -> None:
+    """By a fixed share of what is left at a time, 2,000 tokens would take 60 micro-batches, the last of a few tokens."""
+    policy = _experienced(BalancedPolicy(2, 512), 2)
+    pieces, pending = [], 2000
+    while pending:
+        budget = policy.choose_budget(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 1, 0.5))
+        assert budget is not None
+        pieces.append(min(budget.prefill_tokens, pending))
+        pending -= pieces[-1]
+    first = 2000 / pieces[0]
+    assert first > 8, "they are spread"
+    assert len(pieces) <= 2 * first
+    assert all(later <= earlier + 1 for earlier, later in pairwise(pieces))
+
+
+def test_the_pieces_of_waiting_prompts() -> None:
+    spread = PromptSpread()
+    assert spread.pieces(160, 4) == 4
+    spread.record(160, 40)
+    assert spread.pieces(120, 4) == 4, "3.5 are left"
+    spread.record(120, 30)
+    assert spread.pieces(90 + 90, 4) == 4, "3 of the old ones and 4 of the new ones"
+    spread.record(180, 200)
+    assert spread.pieces(7, 0) == 1
+
+
+def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_would_be_at_first() -> None:
+    spread, pending, sizes = PromptSpread(), 0, []
+    for _ in range(200):
+        pending += 10
+        sizes.append(-(-pending // spread.pieces(pending, 16)))
+        spread.record(pending, sizes[-1])
+        pending -= sizes[-1]
+    assert set(sizes[-50:]) == {10}
