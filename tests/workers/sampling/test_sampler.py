@@ -115,6 +115,14 @@ def test_top_p_that_is_reached_exactly_keeps_no_token_more() -> None:
         assert set(sample(row.expand(500, -1), [_params(top_p=top_p)] * 500, range(500))) == expected
 
 
+@pytest.mark.parametrize(
+    "row", [[1.0, 3.0, 3.0], [-math.inf] * 3, [0.0, math.nan, math.nan], [math.inf, 0.0, math.inf], [-0.0, 0.0, 0.0]]
+)
+def test_greedy_takes_the_first_of_equal_logits_as_pytorch_does(row: list[float]) -> None:
+    logits_SV = torch.tensor([row, row[::-1]])
+    assert torch.equal(sampler.sample(logits_SV, [SamplingParams(temperature=0.0)] * 2, [0, 0]), logits_SV.argmax(-1))
+
+
 def test_greedy_is_argmax() -> None:
     logits = _logits(200, seed=1)
     assert sample(logits, [_params(temperature=0.0, top_k=3, top_p=0.5)] * 200, range(200)) == logits.argmax(-1).tolist()
