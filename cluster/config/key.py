@@ -68,6 +68,9 @@ _EXPECTED = (  # by the beginning of the type of pydantic's error; the braces ho
     ("enum", "{expected}"),
     ("byte_size", "a size such as 512MiB or 2GiB"),
     ("string_", "a text that is not empty"),
+    ("path_type", "a path"),
+    ("tuple_type", "a list"),
+    ("dataclass_type", "what the command in its description writes"),
 )
 
 
@@ -78,7 +81,7 @@ def describe_wrong_value(name: str, problem: Any) -> str:  # noqa: ANN401 - pyda
             return f"{name} is {problem['input']!r}; it must be {expected.format(**problem.get('ctx', {}))}"
     if problem["type"] == "value_error":  # of typer's choices: 'x' is not one of 'full', 'small'.
         return f"{name}: {problem['ctx']['error']}".rstrip(".")
-    return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return f"{name} is {problem['input']!r}; this value is not allowed here, see docs/configuration.md"
 
 
 class KeyGroup(BaseModel):

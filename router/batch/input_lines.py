@@ -10,6 +10,7 @@ from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import RequestError
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.openai.body_bounds import check_elements
+from tramontane.router.openai.errors import describe_json_error
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
@@ -115,7 +116,7 @@ def _parse_json(text: bytes) -> dict[str, Any]:
     try:
         request = from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"it is not JSON: {error}") from error
+        raise RequestError(f"it is not JSON: {describe_json_error(str(error))}") from error
     if not isinstance(request, dict):
         raise RequestError("it is not a JSON object")
     return request

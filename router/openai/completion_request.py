@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.body_bounds import check_elements
+from tramontane.router.openai.errors import describe_json_error, describe_value
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
 from tramontane.router.structured.grammar import RequestModel, ResponseFormat
 
@@ -190,24 +191,22 @@ def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> Paramet
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
     problem, *others = error.errors(include_url=False)
-    name = ".".join(map(_printable_name, _path(problem))) or None
-    preview = _preview(problem["input"])
+    name = _printable_path(_path(problem)) or None
     match problem["type"]:
-        case "union_tag_invalid":
-            tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
-            return ParameterError(f"{name} is {_preview(tag)}; it must be one of {expected}", name)
         case "json_invalid":
-            return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
-        case "model_type" | "model_attributes_type" if name is None:
+            return ParameterError(f"the body is not JSON: {describe_json_error(problem['msg'])}")
+        case _ if name is None:
             return ParameterError("the body must be a JSON object")
         case "missing" | "union_tag_not_found":
             return ParameterError(f"{name} is missing{_misspelling(problem, others)}", name)
         case "extra_forbidden":
-            return ParameterError(f"{name} is not a parameter of this endpoint{did_you_mean(name or '', known)}", name)
+            return ParameterError(f"{name} is not a parameter of this endpoint{did_you_mean(name, known)}", name)
         case "value_error":
-            return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
+            return ParameterError(f"{name}: {problem['ctx']['error']}", name)
+        case "union_tag_invalid":
+            return ParameterError(describe_value(name, _preview(_tag(problem)), problem), name)
         case _:
-            return ParameterError(f"{name} is {preview}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+            return ParameterError(describe_value(name, _preview(problem["input"]), problem), name)
 
 
 def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
@@ -216,7 +215,7 @@ def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
     for other in others:
         *other_place, unknown = other["loc"]
         if other["type"] == "extra_forbidden" and other_place == place and did_you_mean(str(unknown), [str(name)]):
-            return f'; unknown field "{_printable_name(unknown)}", did you mean "{name}"?'
+            return f'; unknown field "{_printable_name(str(unknown))}", did you mean "{name}"?'
     return ""
 
 
@@ -224,19 +223,27 @@ def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
     """Return where the problem is in the client's JSON.
 
     Pydantic puts the role of a message after its index, ("messages", 0, "user", "content"), and leaves out the field that it
-    is chosen by.
+    is chosen by. After tool_choice it puts the form that was chosen.
     """
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
         return (*path, problem["ctx"]["discriminator"].strip("'"))
-    return (*path[:2], *path[3:]) if path[:1] == ("messages",) else path
+    chosen = {"messages": 2, "tool_choice": 1}.get(str(path[0])) if path else None
+    return path if chosen is None else (*path[:chosen], *path[chosen + 1 :])
+
+
+def _tag(problem: ErrorDetails) -> Any:  # noqa: ANN401
+    """Return the client's value of the field that a message is chosen by."""
+    return problem["input"][problem["ctx"]["discriminator"].strip("'")]
 
 
 def _preview(value: Any) -> str:  # noqa: ANN401
-    """Return the first 60 characters without formatting a value of megabytes."""
+    """Return the first 60 characters without formatting a value of megabytes; null, true and false are as JSON has them."""
     match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
         case list():
-            return "a list"
+            return "a list of 1 item" if len(value) == 1 else f"a list of {len(value)} items"
         case dict():
             return "an object"
         case _:
@@ -244,7 +251,13 @@ def _preview(value: Any) -> str:  # noqa: ANN401
             return f"{start!r:.60}"
 
 
-def _printable_name(part: str | int) -> str:
+def _printable_path(path: Iterable[str | int]) -> str:
+    """Return a path as OpenAI writes it: ``messages[0].role``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{_printable_name(part)}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
+def _printable_name(part: str) -> str:
     """Return a client's name for a parameter in one short printable line."""
-    name = "".join(char if char.isprintable() else "?" for char in str(part)[:MAX_NAME_CHARS])
+    name = "".join(char if char.isprintable() else "?" for char in part[:MAX_NAME_CHARS])
     return name or '""'

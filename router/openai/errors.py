@@ -1,6 +1,9 @@
-"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs."""
+"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; what pydantic finds, in our words."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tramontane.proto import errors
@@ -52,3 +55,85 @@ def http_error_for(error: errors.TramontaneError) -> HttpErrorSpec:
         return HttpErrorSpec(400, "invalid_request_error", error.parameter)
     unavailable = HttpErrorSpec(503, "server_error", code="unavailable")
     return next((spec for kind, spec in _SPECS if isinstance(error, kind)), unavailable)
+
+
+# What a value must be, by the type of pydantic's error; the braces hold its context.
+_EXPECTED: Mapping[str, str] = MappingProxyType(
+    {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing_size": "a whole number with fewer digits",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "string_unicode": "valid Unicode",
+        "string_too_short": "a text of at least {min_length} characters",
+        "string_too_long": "a text of at most {max_length} characters",
+        "string_pattern_mismatch": "a text that matches {pattern}",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "dict_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "too_short": "a list of at least {min_length} items",
+        "too_long": "a list of at most {max_length} items",
+        "greater_than": "above {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than": "below {lt}",
+        "less_than_equal": "at most {le}",
+        "literal_error": "{expected}",
+        "union_tag_invalid": "one of {expected_tags}",
+    }
+)
+
+
+def describe_value(name: str, shown: str, problem: Mapping[str, Any]) -> str:
+    """Return why a value is refused, in our words: ``n is 'x'; it must be a whole number``.
+
+    Args:
+        name: Path of the value in the client's JSON.
+        shown: The value, in few characters.
+        problem: One of pydantic's errors.
+    """
+    expected = _EXPECTED.get(problem["type"])
+    if expected is None:
+        return f"{name} is {shown}; this value is not allowed here, see /docs"
+    context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in problem.get("ctx", {}).items()}
+    return f"{name} is {shown}; it must be {expected.format(**context)}"
+
+
+# What is wrong with a text that is not JSON, by the beginning of the parser's message.
+_JSON_PROBLEMS = (
+    ("EOF while parsing", "it ends too early"),
+    ("expected `:`", "a colon is missing after a key"),
+    ("expected `,` or `]`", "a comma or ] is missing"),
+    ("expected `,` or `}`", "a comma or } is missing"),
+    ("expected ident", "there is a word that JSON does not have; its words are true, false and null"),
+    ("expected value", "a value is missing"),
+    ("invalid escape", "a backslash stands before a character that JSON does not escape"),
+    ("invalid number", "a number is not written as in JSON"),
+    ("number out of range", "a number has too many digits"),
+    ("control character", "a text holds a line break or another control character; write it as \\n"),
+    ("key must be a string", "a key is not in double quotes"),
+    ("trailing comma", "there is a comma after the last item"),
+    ("trailing characters", "there is more after its end"),
+    ("recursion limit exceeded", "it is nested too deeply"),
+    ("invalid unicode", "an escape \\u is not a character"),
+    ("lone leading surrogate", "an escape \\u is half of a surrogate pair"),
+    ("unexpected end of hex escape", "an escape \\u is cut off, or half of a surrogate pair"),
+)
+_POSITION = re.compile(r" at line (\d+) column (\d+)$")
+
+
+def describe_json_error(message: str) -> str:
+    """Return the parser's message in our words: ``there is a comma after the last item (line 2, column 5)``.
+
+    A text of one line has only the column.
+    """
+    text = message.removeprefix("Invalid JSON: ")
+    reason = next((ours for theirs, ours in _JSON_PROBLEMS if text.startswith(theirs)), "it cannot be read")
+    if (position := _POSITION.search(text)) is None:
+        return reason
+    line, column = position.groups()
+    return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"

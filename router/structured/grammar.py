@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured.validator import validate_grammar
@@ -30,6 +30,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separa
 OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 TEXT = r"TEXT: /(.|\n)+/"
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+TOOL_CHOICE_EXAMPLE = '{"type": "function", "function": {"name": "..."}}'
 
 
 def _check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +96,24 @@ class ToolChoiceFunction(RequestModel):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | ToolChoiceFunction
+TOOL_CHOICES = ("none", "auto", "required")
+
+
+def _check_tool_choice(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    if not (isinstance(value, dict | ToolChoiceFunction) or (isinstance(value, str) and value in TOOL_CHOICES)):
+        raise ValueError(f"it must be one of {', '.join(TOOL_CHOICES)}, or {TOOL_CHOICE_EXAMPLE}")
+    return value
+
+
+def _form_of_tool_choice(value: Any) -> str:  # noqa: ANN401
+    return "word" if isinstance(value, str) else "function"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ToolChoiceFunction, Tag("function")],
+    Discriminator(_form_of_tool_choice),
+    BeforeValidator(_check_tool_choice),
+]
 
 
 def build_grammar(

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 from tramontane.proto.errors import RequestError
 
+Role = Literal["system", "user", "assistant", "tool"]
 ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
 
 
@@ -22,7 +23,7 @@ class ToolCall:
 class ChatMessage:
     """A message. An assistant may call tools; the result is a message with the role tool and the call's id."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mistral_common.exceptions import MistralCommonException
 from mistral_common.protocol.instruct.normalize import get_normalizer
@@ -17,7 +17,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, message_texts
+from tramontane.router.tokenization.chat import ChatMessage, Role, ToolFormat, ToolSpec, message_texts
 from tramontane.router.tokenization.tokenizer import validate_text
 
 FORMATS = {
@@ -62,7 +62,7 @@ class MistralChatTemplate:
 
     def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
-        written: list[Any] = [_to_mistral_message(message) for message in messages]
+        written: list[Any] = [_to_mistral_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
             # The model's name is required and has no effect.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
@@ -70,7 +70,10 @@ class MistralChatTemplate:
             )
             with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
                 return tuple(self._mistral.encode_chat_completion(request).tokens)
-        except (MistralCommonException, ValidationError) as error:
+        except ValidationError as error:
+            field, index = error.errors(include_url=False, include_input=False)[0]["loc"][:2]  # ("messages", 0, "user", ...)
+            raise RequestError(f"the model's format has no such conversation; look at {field}[{index}]") from error
+        except MistralCommonException as error:
             raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
 
 
@@ -79,8 +82,10 @@ def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common 
     return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
 
 
-def _to_mistral_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in OpenAI's shape."""
+def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
+    """Return a message in OpenAI's shape. Raises RequestError if there is no such role."""
+    if message.role not in get_args(Role):
+        raise RequestError(f"{name}.role is {message.role!r:.60}; it must be one of {', '.join(map(repr, get_args(Role)))}")
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         written["content"] = message.content or None

@@ -1,5 +1,6 @@
 """The keys of the configuration: what each one has an effect on is a decision, and is repeated here."""
 
+import re
 from inspect import signature
 from pathlib import Path
 
@@ -138,3 +139,22 @@ def test_an_inline_limit_is_for_a_cluster_that_the_command_starts() -> None:
         EngineConfig.build(None, {"inline_limit": "2MiB", "local": True})
     with pytest.raises(ConfigError, match=r"--system-config='\{\"max_direct_call_object_size\": 2097152\}'"):
         EngineConfig.build(None, {"inline_limit": "2MiB", "address": "auto"})
+
+
+WRONG = [True, 1, -1, 0, 1.5, "x", "", [], {}, [1], {"a": 1}, 10**30, -(10**30), float("nan"), float("inf"), [None], [[1]]]
+
+
+@pytest.mark.parametrize("name", sorted(EngineConfig.key_names()))
+def test_a_wrong_value_is_described_in_our_words(name: str) -> None:
+    """Not in pydantic's, which are about types of Python."""
+    messages = []
+    for value in WRONG:
+        try:
+            EngineConfig.build(None, {name: value})
+        except ConfigError as error:
+            messages.append(str(error))
+    assert messages or name == "jobs_url_prefixes"  # takes every text
+    for message in messages:
+        assert f"--{name.replace('_', '-')}" in message
+        assert "not allowed here" not in message
+        assert not re.search(r"input |valid |should be|<class|instance of|dictionary", message, re.IGNORECASE), message

@@ -398,6 +398,17 @@ def test_a_call_that_mistrals_formats_do_not_know_is_refused(tmp_path: Path) -> 
         _chat(tmp_path).encode([CALLED[0], called, replace(CALLED[2], tool_call_id="call_1")], TOOLS)
 
 
+def test_what_mistral_common_finds_by_pydantic_is_in_our_words(tmp_path: Path) -> None:
+    shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
+    chat, user = _chat(tmp_path), _user("a")[0]
+    with pytest.raises(RequestError) as refused:
+        chat.encode([user, replace(user, role="bot")])  # type: ignore[arg-type]
+    assert str(refused.value) == "messages[1].role is 'bot'; it must be one of 'system', 'user', 'assistant', 'tool'"
+    with pytest.raises(RequestError) as refused:
+        chat.encode([replace(user, content=5)])  # type: ignore[arg-type]
+    assert str(refused.value) == "the model's format has no such conversation; look at messages[0]"
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
     assert require_tokenizer(tmp_path, 32_768).vocab_size == 32_768
