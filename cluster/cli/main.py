@@ -18,7 +18,7 @@ from typer.main import get_command
 from tramontane.cluster.common.signals import INTERRUPTED
 from tramontane.cluster.console.commands import PlainCommand, PlainGroup, exit_code, print_error
 from tramontane.cluster.console.secrets import hide_secrets_in_title
-from tramontane.proto.errors import TramontaneError
+from tramontane.proto.errors import TramontaneError, did_you_mean
 
 # What each command is for. The command make-random is the function make_random of the module make_random;
 # MODULES has the commands whose module has another name.
@@ -145,6 +145,8 @@ def _usage_error(error: typer.TyperException) -> str:
         problem = error.__cause__.errors()[0]  # type: ignore[attr-defined]
         return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
     message = error.format_message()
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's class of unknown options is private
+        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or ())}"
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message

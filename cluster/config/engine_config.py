@@ -160,7 +160,7 @@ class ConfigFile:
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
-            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key{_hint(unknown[0])}")
+            raise ConfigError("; ".join(f"{key} (in {path}): no such key{_hint(key)}" for key in unknown))
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from tramontane.cluster.pipeline import ray_cluster as ray_address
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving import server as serving
 from tramontane.llm import SamplingParams
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.openai.completion_request import CompletionRequest
 
 VOCAB = 300
@@ -165,7 +165,8 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("stagez: 2\nportt: 1\n", ["stagez, portt (in ", "file.yaml): no such key; did you mean stages?"]),
+        ("stagez: 2\nportt: 1\n", ["stagez (in ", "no such key; did you mean stages?; portt (in ", "; did you mean port?"]),
+        ("qqqq: 2\n", ["qqqq (in ", "file.yaml): no such key; tramontane config prints all keys"]),
         ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
         ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
         ("just words\n", ["file.yaml", "keys and values"]),
@@ -188,6 +189,26 @@ def test_a_broken_configuration_file_is_refused(refused: Refused, tmp_path: Path
     for part in named:
         assert part in message
     assert not re.search("--(?!config)", message), "it was no flag"
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        *(("stagse", "stages"), ("quantise", "quantize"), ("max_num_sequences", "max_num_seqs"), ("modle", "model")),
+        *(("api-key-fil", "api_key_file"), ("kv_cache_mem", "kv_cache_memory"), ("Stages", "stages"), ("dtpye", "dtype")),
+    ],
+)
+def test_a_misspelt_key_gets_the_suggestion_of_a_misspelt_flag(
+    refused: Refused, tmp_path: Path, misspelt: str, meant: str
+) -> None:
+    (tmp_path / "file.yaml").write_text(f"{misspelt}: 1\n")
+    key, flag, option = misspelt.replace("-", "_"), f"--{misspelt.replace('_', '-')}", f"--{meant.replace('_', '-')}"
+    assert refused("config", "--config", tmp_path / "file.yaml").endswith(
+        f"{key} (in {tmp_path / 'file.yaml'}): no such key; did you mean {meant}?"
+    )
+    assert refused("config", flag, "1") == f"No such option: {flag}; did you mean {option}?; see tramontane config --help"
+    with pytest.raises(ConfigError, match=f"{key} is not a key of the configuration; did you mean {meant}\\?"):
+        EngineConfig.build(None, {key: 1})  # as of a Ray Serve config, or of LLM
 
 
 def test_a_value_is_named_where_it_was_given(refused: Refused, model: Path, tmp_path: Path) -> None:
