@@ -21,14 +21,16 @@ from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
+from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
 from tramontane.cluster.pipeline.engine import Engine, open_engine
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import RequestError, did_you_mean
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.tokenization.chat import ChatMessage, Conversation
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far; /help shows this line"
+COMMANDS = ("/exit", "/reset", "/help")
 COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is none
 DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, but cannot converse"
 
@@ -77,23 +79,24 @@ async def run_chat(
     cannot be answered ends the command.
     """
     interrupts = Interrupts()
-    args = text_model_args(config)
-    display.report("reading the tokenizer")
-    tokenizer = require_tokenizer(config.model, args.vocab_size)
-    prompt = load_chat_template(config.model, tokenizer)
-    head = (ChatMessage("system", system),) if system else ()
-    prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
-    async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
-        display.stop()
-        if isinstance(messages, TerminalInput):
-            display.note(HELP)
-        if config.model == DEMO_MODEL:
-            display.note(DEMO_NOTE)
-        conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
-        ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
-        session = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
-        with print_errors_at_once():
-            await _converse(session, messages, display)
+    with without_echo() if isinstance(messages, TerminalInput) else nullcontext():
+        args = text_model_args(config)
+        display.report("reading the tokenizer")
+        tokenizer = require_tokenizer(config.model, args.vocab_size)
+        prompt = load_chat_template(config.model, tokenizer)
+        head = (ChatMessage("system", system),) if system else ()
+        prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
+        async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
+            display.stop()
+            if isinstance(messages, TerminalInput):
+                display.note(HELP)
+            if config.model == DEMO_MODEL:
+                display.note(DEMO_NOTE)
+            conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
+            ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
+            session = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
+            with print_errors_at_once():
+                await _converse(session, messages, display)
 
 
 async def _converse(session: "_Chat", messages: AsyncIterator[str], display: Display) -> None:
@@ -134,8 +137,8 @@ class _Chat:
                 self._display.note(HELP)
             case command if COMMAND.match(line):
                 raise RequestError(
-                    f"there is no command {command[:40]!r}; commands are /exit, /reset and /help; "
-                    "to send such a line as a message, begin it with a space"
+                    f"there is no command {command[:40]!r}{did_you_mean(command.lower(), COMMANDS)}; commands are /exit, /reset "
+                    "and /help; to send such a line as a message, begin it with a space"
                 )
             case _:
                 await self._answer_message(line)
@@ -188,27 +191,6 @@ def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
             "completion_tokens": answer.num_tokens,
         }
     )
-
-
-class TerminalInput:
-    """Lines typed into a terminal, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
-
-    def __init__(self) -> None:
-        from prompt_toolkit import PromptSession  # slow to import, and only terminals need it
-
-        self._session: PromptSession[str] = PromptSession()
-
-    def __aiter__(self) -> "TerminalInput":
-        return self
-
-    async def __anext__(self) -> str:
-        line = ""
-        while not line.strip():
-            try:
-                line = await self._session.prompt_async("> ", handle_sigint=False)
-            except (EOFError, KeyboardInterrupt):
-                raise StopAsyncIteration from None
-        return line
 
 
 def _own_stdin() -> IO[bytes]:

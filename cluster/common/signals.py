@@ -5,7 +5,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
 
@@ -15,6 +15,7 @@ INTERRUPTED = 130  # the exit status of a command that was interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Result = TypeVar("Result")
+_undo_at_end: list[Callable[[], None]] = []
 
 
 class Interrupts:
@@ -134,8 +135,21 @@ def _is_default(handler: object) -> bool:
     return handler is signal.default_int_handler or getattr(handler, "__module__", "") == "asyncio.unix_events"
 
 
+@contextmanager
+def undone_at_end(undo: Callable[[], None]) -> Iterator[None]:
+    """Call ``undo`` after the block, and also where a second signal ends the process in it."""
+    _undo_at_end.append(undo)
+    try:
+        yield
+    finally:
+        _undo_at_end.remove(undo)
+        undo()
+
+
 def _end_at_once() -> None:
-    """End this process and what it has started, without any clean-up."""
+    """End this process and what it has started, without any clean-up but ``undone_at_end``."""
+    for undo in _undo_at_end:
+        undo()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()

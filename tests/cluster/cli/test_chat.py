@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,6 +38,20 @@ step = StageWorker.step
 StageWorker.step = lambda *given: (time.sleep(0.1), step(*given))[1]
 cli.main()
 """  # 100 tokens take ten seconds, so that there is an answer to interrupt
+STUCK = """
+import time
+from contextlib import asynccontextmanager
+from tramontane.cluster.cli import chat, main as cli
+from tramontane.cluster.common.signals import defer_signals
+@asynccontextmanager
+async def open_engine(*_, **__):
+    with defer_signals("once more"):
+        print("Ray starts", flush=True)
+        time.sleep(600)
+    yield
+chat.open_engine = open_engine
+cli.main()
+"""
 EDITED = b"\x1b[?2004l"
 PROMPT = b"\x1b[?2004h"  # from here on a terminal marks what is pasted, because a line is being edited
 Chat = Callable[..., tuple[int, str, str]]
@@ -107,13 +122,19 @@ def test_help_lists_the_commands_and_is_not_sent_to_the_model(chat: Chat) -> Non
     assert _answers(out) == _answers(chat("The", flags=("--json",))[1])
 
 
-@pytest.mark.parametrize("line", ["/clear", "/set temperature 0", "/?", "/", "/Exit", "/exit now"])
-def test_an_unknown_command_is_answered_with_those_that_exist(chat: Chat, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "likely"),
+    [
+        *(("/clear", ""), ("/set temperature 0", ""), ("/?", ""), ("/", ""), ("/rest", "; did you mean /reset?")),
+        *(("/Exit", "; did you mean /exit?"), ("/exit now", "; did you mean /exit?"), ("/helpp", "; did you mean /help?")),
+    ],
+)
+def test_an_unknown_command_is_answered_with_those_that_exist(chat: Chat, line: str, likely: str) -> None:
     """By pipe it ends the conversation, as every message does that cannot be answered."""
     code, out, err = chat("The", line, "The", flags=("--json",))
     assert (code, len(_answers(out))) == (2, 1)
     assert err.splitlines()[-1] == (
-        f"error: there is no command {line!r}; commands are /exit, /reset and /help; "
+        f"error: there is no command {line!r}{likely}; commands are /exit, /reset and /help; "
         "to send such a line as a message, begin it with a space"
     )
 
@@ -217,36 +238,97 @@ def test_a_terminal_gets_no_orders_from_a_model(monkeypatch: pytest.MonkeyPatch)
     assert sanitize(said) == said
 
 
-def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:
-    command = ["chat", "--model", str(model), "--local", "--max-tokens", "100", "--temperature", "0"]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execve(sys.executable, [sys.executable, "-c", SLOW, *command], os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"})
-    screen = b""
+class Terminal:
+    """A conversation in a terminal of its own, of which the screen is read."""
 
-    def wait_for(text: bytes) -> None:
-        nonlocal screen
-        while text not in screen:
-            select.select([terminal], [], [])
-            screen += os.read(terminal, 4096)
-        screen = screen[screen.index(text) + len(text) :]
+    def __init__(self, model: Path, code: str = SLOW) -> None:
+        command = ["chat", "--model", str(model), "--local", "--max-tokens", "100", "--temperature", "0"]
+        self.child, self.terminal = pty.fork()
+        if self.child == 0:
+            os.execve(sys.executable, [sys.executable, "-c", code, *command], os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1"})
+        self.screen = b""
 
-    wait_for(PROMPT)
-    os.write(terminal, b"The quick\r")
-    wait_for(EDITED)
-    select.select([terminal], [], [])  # the first token
-    os.write(terminal, b"\x03")
-    wait_for(PROMPT)
-    os.write(terminal, b"/reset\r")
-    wait_for(PROMPT)
-    os.write(terminal, b"/clear\r")
-    wait_for(b"there is no command")
-    wait_for(PROMPT)
-    os.write(terminal, b"\x04")
-    try:
-        while os.read(terminal, 4096):
+    def wait_for(self, text: bytes) -> bytes:
+        """Return what came before the text."""
+        while text not in self.screen:
+            self.screen += self.read() or pytest.fail(f"{text!r} never came: {self.screen!r}")
+        before, _, self.screen = self.screen.partition(text)
+        return before
+
+    def read(self) -> bytes:
+        """Return what comes next; nothing after the end."""
+        select.select([self.terminal], [], [])
+        try:
+            return os.read(self.terminal, 4096)
+        except OSError:  # it has gone
+            return b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.terminal, keys)
+
+    def local_flags(self) -> int:
+        """Return the flags that say what the terminal itself does with what is typed."""
+        return int(termios.tcgetattr(self.terminal)[3])
+
+    def exit_code(self) -> int:
+        while self.read():
             pass
-    except OSError:  # it has gone
-        pass
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+
+
+def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:
+    terminal = Terminal(model)
+    terminal.wait_for(PROMPT)
+    terminal.type(b"The quick\r")
+    terminal.wait_for(EDITED)
+    select.select([terminal.terminal], [], [])  # the first token
+    terminal.type(b"\x03")
+    terminal.wait_for(PROMPT)
+    terminal.type(b"/reset\r")
+    terminal.wait_for(PROMPT)
+    terminal.type(b"/clear\r")
+    terminal.wait_for(b"there is no command")
+    terminal.wait_for(PROMPT)
+    terminal.type(b"\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_what_is_typed_before_a_prompt_is_not_shown_and_waits_for_it(model: Path) -> None:
+    """While the model is loaded, and while an answer grows. Enter, Ctrl-D and deleted characters wait, too."""
+    terminal = Terminal(model)
+    before = terminal.local_flags()
+    assert before & termios.ECHO
+    terminal.wait_for(b"reading the tokenizer")
+    assert not terminal.local_flags() & (termios.ECHO | termios.ICANON)
+    terminal.type(b"The quuick\x7f\x7f\x7f\x7fick\r")
+    assert b"qu" not in terminal.wait_for(PROMPT)
+    assert b"The quick" in terminal.wait_for(EDITED).replace(b"\x1b[?25l", b"")
+    terminal.read()  # the first token
+    terminal.type(b"/hep")
+    terminal.type(b"\x7flp\rzebra\x15\x04")
+    answer = terminal.wait_for(PROMPT)
+    assert b"/hep" not in answer
+    assert b"zebra" not in answer
+    terminal.wait_for(b"/help shows this line")
+    assert terminal.exit_code() == 0
+    assert terminal.local_flags() == before
+
+
+def test_the_terminal_is_as_before_however_a_conversation_ends(model: Path) -> None:
+    for number, expected in ((signal.SIGTERM, 130), (signal.SIGINT, 130)):
+        terminal = Terminal(model)
+        before = terminal.local_flags()
+        terminal.wait_for(b"reading the tokenizer")
+        os.kill(terminal.child, number)
+        assert (terminal.exit_code(), terminal.local_flags()) == (expected, before)
+
+
+def test_the_terminal_is_as_before_where_a_second_signal_ends_the_process_at_once(model: Path) -> None:
+    terminal = Terminal(model, STUCK)
+    before = terminal.local_flags()
+    terminal.wait_for(b"Ray starts")
+    assert not terminal.local_flags() & termios.ECHO
+    os.kill(terminal.child, signal.SIGINT)
+    terminal.wait_for(b"once more")
+    os.kill(terminal.child, signal.SIGINT)
+    assert (terminal.exit_code(), terminal.local_flags()) == (130, before)
