@@ -19,7 +19,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
+from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
 from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
 from tramontane.cluster.pipeline.engine import Engine, open_engine
@@ -39,7 +39,7 @@ DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, bu
 def chat(
     context: typer.Context,
     system: Annotated[str | None, option("--system", help="System message.")] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.")] = 1024,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.", panel=SAMPLING)] = 1024,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     top_k: TopK = 0,

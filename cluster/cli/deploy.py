@@ -38,6 +38,7 @@ K8S_FIXED_KEYS = {  # which a file of --config must not have
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
 RAY_UP_FIXED_KEYS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
+OVERLAY, MACHINES_THERE = "Overlay", "Machines"  # titles of groups of options
 MODELS_FOLDER = "/models"
 RAY_UP_DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
@@ -60,9 +61,13 @@ def k8s(
     threads_per_stage: ThreadsThere = None,
     replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
     max_replicas: Annotated[int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")] = None,
-    redis: Annotated[bool, flag("--redis", help="Ray's head keeps its state in Redis, and may be replaced.")] = False,
-    image: Annotated[str | None, option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.")] = None,
-    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, relative to --out.")] = "../..",
+    redis: Annotated[
+        bool, flag("--redis", help="Ray's head keeps its state in Redis, and may be replaced.", panel=OVERLAY)
+    ] = False,
+    image: Annotated[
+        str | None, option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.", panel=OVERLAY)
+    ] = None,
+    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, relative to --out.", panel=OVERLAY)] = "../..",
 ) -> None:
     """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage."""
     _check_folder(out)
@@ -119,24 +124,38 @@ def _check_folder(out: Path) -> None:
 def cluster_yaml(
     context: typer.Context,
     provider: Annotated[
-        Literal["aws", "gcp", "azure", "local"], option("--provider", help="The cloud; local: machines that exist.")
+        Literal["aws", "gcp", "azure", "local"],
+        option("--provider", help="The cloud; local: machines that exist.", panel=MACHINES_THERE),
     ],
     stages: Annotated[int, key_option("stages", min=1, help="Machines of a pipeline, one for each stage.")],
     model: ModelHere = None,
-    model_path: Annotated[str | None, option("--model-path", help="The model's path there. Default: /models/NAME.")] = None,
+    model_path: Annotated[
+        str | None, option("--model-path", help="The model's path there. Default: /models/NAME.", panel=MACHINES_THERE)
+    ] = None,
     machine: Annotated[
         str | None,
-        option("--machine", help="The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits."),
+        option(
+            "--machine",
+            help="The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits.",
+            panel=MACHINES_THERE,
+        ),
     ] = None,
     gpu_memory: Annotated[str | None, key_option("gpu_memory", help="Memory of each machine's GPU: 24GiB.")] = None,
     cpu: Annotated[bool, flag("--cpu", help="local: without GPUs; --gpu-memory is what each stage may use.")] = False,
-    hosts: Annotated[str | None, option("--hosts", help="local: addresses, the head's first: 10.0.0.1,10.0.0.2.")] = None,
+    hosts: Annotated[
+        str | None, option("--hosts", help="local: addresses, the head's first: 10.0.0.1,10.0.0.2.", panel=MACHINES_THERE)
+    ] = None,
     threads_per_stage: ThreadsThere = None,
     replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
-    wheel: Annotated[str | None, option("--wheel", help="Tramontane's wheel: a path here, or a URL.")] = None,
-    ssh_user: Annotated[str, option("--ssh-user", help="User of the machines.")] = "ubuntu",
+    wheel: Annotated[
+        str | None, option("--wheel", help="Tramontane's wheel: a path here, or a URL.", panel=MACHINES_THERE)
+    ] = None,
+    ssh_user: Annotated[str, option("--ssh-user", help="User of the machines.", panel=MACHINES_THERE)] = "ubuntu",
     ssh_key: Annotated[
-        str | None, option("--ssh-key", help="local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray creates one.")
+        str | None,
+        option(
+            "--ssh-key", help="local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray creates one.", panel=MACHINES_THERE
+        ),
     ] = None,
     out: Annotated[Path | None, option("--out", "-o", help="File to write. Default: standard output.")] = None,
 ) -> None:

@@ -14,7 +14,7 @@ from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
+from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts, sampling_params
 from tramontane.cluster.console.run_summary import (
     Completion,
@@ -40,7 +40,7 @@ def generate(
             help="Prompts. Without any, each line of standard input is one, except blank lines; with any, it is not read."
         ),
     ] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per prompt.")] = 128,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per prompt.", panel=SAMPLING)] = 128,
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,

@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from tramontane.cluster.common.signals import INTERRUPTED
 from tramontane.cluster.console.commands import PlainCommand, PlainGroup, exit_code, print_error
+from tramontane.cluster.console.examples import epilog
 from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, did_you_mean
 
@@ -58,7 +59,9 @@ class LazyCommands(Mapping[str, Any]):
             function, command = command, typer.Typer(add_completion=False)
             command.command(name, cls=PlainCommand)(function)
         built = get_command(command)
-        built.help = COMMANDS[name]
+        built.help, built.epilog = COMMANDS[name], epilog(name)
+        for part, each in getattr(built, "commands", {}).items():
+            each.epilog = epilog(f"{name} {part}")
         return built
 
     def __iter__(self) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tramontane.router.simulation.simulator import LengthDistribution, PipelineM
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration
 
+REQUESTS, MODEL = "Requests", "Modelled stages"  # titles of groups of options
 ASSUMED_HOP_S = 2e-4
 CALIBRATED_STAGES = 2
 CALIBRATION_REQUESTS = 48
@@ -36,13 +37,17 @@ PLOTTED_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
 
 def simulate(
     stages: Annotated[int, key_option("stages", min=1, max=64, help="Stages of the modelled pipeline.")] = 8,
-    num_requests: Annotated[int, option("--num-requests", min=1, max=100_000, help="Number of requests.")] = 300,
-    input_len: Annotated[int, option("--input-len", min=1, max=MAX_LENGTH, help="Mean tokens of a prompt.")] = 800,
-    output_len: Annotated[int, option("--output-len", min=1, max=MAX_LENGTH, help="Mean tokens of an answer.")] = 200,
+    num_requests: Annotated[int, option("--num-requests", min=1, max=100_000, help="Number of requests.", panel=REQUESTS)] = 300,
+    input_len: Annotated[
+        int, option("--input-len", min=1, max=MAX_LENGTH, help="Mean tokens of a prompt.", panel=REQUESTS)
+    ] = 800,
+    output_len: Annotated[
+        int, option("--output-len", min=1, max=MAX_LENGTH, help="Mean tokens of an answer.", panel=REQUESTS)
+    ] = 200,
     request_rate: Annotated[
-        float | None, option("--request-rate", min=1e-6, help="Requests per second. Default: all arrive at once.")
+        float | None, option("--request-rate", min=1e-6, help="Requests per second. Default: all arrive at once.", panel=REQUESTS)
     ] = None,
-    burst: Annotated[int, option("--burst", min=1, max=100_000, help="Requests that arrive together.")] = 1,
+    burst: Annotated[int, option("--burst", min=1, max=100_000, help="Requests that arrive together.", panel=REQUESTS)] = 1,
     max_num_seqs: Annotated[int, key_option("max_num_seqs", min=1, max=2**14, help="Sequences admitted at once.")] = 128,
     max_num_batched_tokens: Annotated[
         int,
@@ -56,8 +61,12 @@ def simulate(
     itl_target_ms: Annotated[
         float | None, key_option("itl_target_ms", min=1e-3, help="Our policy's bound on the time between tokens. Default: none.")
     ] = None,
-    noise: Annotated[float, option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.")] = 0.05,
-    calibrate: Annotated[bool, flag("--calibrate", help="Measure the times of stages on two real ones here.")] = False,
+    noise: Annotated[
+        float, option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.", panel=MODEL)
+    ] = 0.05,
+    calibrate: Annotated[
+        bool, flag("--calibrate", help="Measure the times of stages on two real ones here.", panel=MODEL)
+    ] = False,
     model: Annotated[
         Path | None, key_option("model", help="With --calibrate: checkpoint folder. Default: the built-in demo model.")
     ] = None,

@@ -22,21 +22,24 @@ FLAG_TYPES = (bool, int, float, Path)  # what else a key may be, its flag takes 
 REPEATED = {"api_key"}
 
 
-def option(*names: str, help: str, **details: Any) -> Any:  # noqa: ANN401
-    """Return an option of a command of its own."""
-    return typer.Option(*names, help=help, **details)
+def option(*names: str, help: str, panel: str | None = None, **details: Any) -> Any:  # noqa: ANN401
+    """Return an option of a command of its own. ``panel``: the title above it in ``--help``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **details)
 
 
-def flag(name: str, help: str, is_eager: bool = False) -> Any:  # noqa: ANN401
+def flag(name: str, help: str, panel: str | None = None) -> Any:  # noqa: ANN401
     """Return an option without a value, which typer's help would otherwise show with one: ``--json <bool>``."""
-    return typer.Option(name, help=help, is_eager=is_eager, metavar="")
+    return typer.Option(name, help=help, rich_help_panel=panel, metavar="")
 
 
+SAMPLING = "Sampling"  # title of a group of options
 Config = Annotated[Path | None, option("--config", help="YAML file of these options, without the dashes: max_num_seqs: 32.")]
 Json = Annotated[bool, flag("--json", help="Write machine-readable output to standard output.")]
-Temperature = Annotated[float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.")]
-TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
-TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 and -1 keep all.")]
+Temperature = Annotated[
+    float, option("--temperature", help="Sampling temperature. 0 is greedy. Over HTTP the default is 1.", panel=SAMPLING)
+]
+TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.", panel=SAMPLING)]
+TopK = Annotated[int, option("--top-k", help="Keep this many of the likeliest tokens. 0 and -1 keep all.", panel=SAMPLING)]
 
 FIELDS = {field.alias or name: (field, group.title) for group in GROUPS for name, field in group.model_fields.items()}
 Command = Callable[..., None]

@@ -17,12 +17,14 @@ TIMEOUT_S = 20.0  # an ingress waits five seconds for its routers
 POLL_INTERVAL_S = 1.0
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 
+SERVER = "Running server"  # title of a group of options
 Snapshot = Activity | str  # or why there is none
 Key = Annotated[
-    str | None, option("--api-key", help="API key to send. Other users of the machine may see it here; a file is safer.")
+    str | None,
+    option("--api-key", help="API key to send. Other users of the machine may see it here; a file is safer.", panel=SERVER),
 ]
-KeyFile = Annotated[Path | None, option("--api-key-file", help="File whose first API key is sent.")]
-Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
+KeyFile = Annotated[Path | None, option("--api-key-file", help="File whose first API key is sent.", panel=SERVER)]
+Url = Annotated[str, option("--url", help="A server that tramontane serve started.", panel=SERVER)]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 

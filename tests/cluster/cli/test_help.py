@@ -1,0 +1,85 @@
+"""``--help``: options in titled groups, and examples that the real parser understands."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tramontane.cluster.cli import main as cli
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.examples import EXAMPLES, MAX_WIDTH
+from tramontane.cluster.console.options import given_keys
+
+MAX_UNTITLED = 6  # options without a title of their own, in a command with many
+MANY = 8
+GROUPS = {
+    "generate": {"Sampling", "Pipeline", "Expert actors", "Batching", "Run"},
+    "serve": {"Pipeline", "Expert actors", "Batching", "Serving", "Autoscaling", "Batch jobs", "Logging and tracing"},
+    "chat": {"Sampling", "Pipeline", "Expert actors", "Run"},
+    "plan": {"Pipeline", "Expert actors", "Batching"},
+    "bench": {"Measurement", "Running server", "Pipeline", "Expert actors", "Batching", "Run"},
+    "simulate": {"Requests", "Modelled stages", "Pipeline", "Batching", "Run"},
+    "k8s": {"Overlay", "Pipeline", "Expert actors", "Batching", "Autoscaling"},
+    "cluster-yaml": {"Machines", "Pipeline", "Expert actors", "Batching", "Autoscaling"},
+    "experts": {"Running server"},
+}
+
+
+def _commands() -> Iterator[tuple[str, Any]]:
+    """Every command that has options, by the words after ``tramontane``."""
+    for name, command in cli.LazyCommands().items():
+        yield name, command
+        yield from ((f"{name} {part}", each) for part, each in getattr(command, "commands", {}).items())
+
+
+COMMANDS = dict(_commands())
+SHOWN = [(name, example) for name, examples in EXAMPLES.items() for example in examples]
+
+
+def _help(name: str) -> str:
+    result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(cli.app, [*name.split(), "--help"])
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_with_many_options_has_them_in_titled_groups(name: str) -> None:
+    options = [each for each in COMMANDS[name].params if each.opts[0].startswith("-")]
+    titles = {each.rich_help_panel for each in options} - {None}
+    assert titles >= GROUPS.get(name, set())
+    assert all(f"─ {title} ─" in _help(name) for title in titles)
+    if len(options) >= MANY:
+        assert titles
+        assert len([each for each in options if each.rich_help_panel is None]) <= MAX_UNTITLED
+
+
+def test_every_command_of_the_program_has_an_example() -> None:
+    assert set(cli.COMMANDS) <= set(EXAMPLES) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_end_the_help_each_on_a_line_of_its_own(name: str) -> None:
+    assert all(len(example) <= MAX_WIDTH for example in EXAMPLES[name])
+    lines = [line.strip() for line in _help(name).strip().splitlines()]
+    assert lines[-len(EXAMPLES[name]) - 1 :] == ["Examples:", *EXAMPLES[name]]
+
+
+@pytest.mark.parametrize(("name", "example"), SHOWN)
+def test_an_example_is_understood_by_the_parser(name: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With files where it reads some, and with what may be combined."""
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"[\w-]+\.(?:jsonl|yaml|txt|json)", example):
+        Path(file).write_text("stages: 4\n" if file.endswith(".yaml") else "")
+    program, *words = shlex.split(re.sub(r" [<>] \S+", "", example), comments=True)
+    assert program == "tramontane"
+    assert words[: len(name.split())] == name.split() or name == "batch"
+    command = cli.LazyCommands()[words[0]]
+    arguments = words[1:]
+    if parts := getattr(command, "commands", None):
+        command, arguments = parts[arguments[0]], arguments[1:]
+    with command.make_context(example, list(arguments)) as context:
+        EngineConfig.build(None, given_keys(context) if name in ("generate", "serve", "chat", "config") else {})
