@@ -48,7 +48,9 @@ PACKAGES: dict[str, set[str]] = {
     "cluster.ray_internals": {"proto"},
     "cluster.common": {"cluster.ray_internals"},
     "cluster.config": {"proto", "cluster.ray_internals"},
-    "cluster.console": {"proto", "cluster.config", "cluster.ray_internals", "router.engine", "router.tokenization"},
+    "cluster.console": {
+        *("proto", "cluster.common", "cluster.config", "cluster.ray_internals", "router.engine", "router.tokenization"),
+    },
     "cluster.planning": {
         *("proto", "cluster.common", "cluster.config", "cluster.ray_internals", "workers.device", "workers.weights"),
     },

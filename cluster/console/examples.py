@@ -80,4 +80,4 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def epilog(command: str) -> str | None:
     """Return the examples of a command as typer ends its help with them; None if it has none."""
     lines = EXAMPLES.get(command)
-    return None if lines is None else "\n".join(("\b", "Examples:", *lines))  # typer keeps the line breaks after a \b
+    return None if lines is None else "\n".join(("Examples:", *lines))

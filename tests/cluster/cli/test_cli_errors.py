@@ -194,7 +194,7 @@ def test_a_broken_configuration_file_is_refused(refused: Refused, tmp_path: Path
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
     [
-        *(("stagse", "stages"), ("quantise", "quantize"), ("max_num_sequences", "max_num_seqs"), ("modle", "model")),
+        *(("stagse", "stages"), ("quantze", "quantize"), ("max_num_sequences", "max_num_seqs"), ("modle", "model")),
         *(("api-key-fil", "api_key_file"), ("kv_cache_mem", "kv_cache_memory"), ("Stages", "stages"), ("dtpye", "dtype")),
     ],
 )
