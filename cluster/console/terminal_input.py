@@ -4,12 +4,8 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from tramontane.cluster.common.signals import undone_at_end
-
-if TYPE_CHECKING:
-    pass
 
 IFLAG, LFLAG, CC = 0, 3, 6  # indices of what tcgetattr returns
 
