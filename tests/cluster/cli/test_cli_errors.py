@@ -482,7 +482,7 @@ def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
 )
 def test_help_shows_the_choices_of_an_option(words: str, choices: dict[str, str]) -> None:
     shown = CliRunner().invoke(cli.app, [*words.split(), "--help"], env={"COLUMNS": "200"}).stdout
-    found = dict(re.findall(r"--([a-z-]+) +<?([^ >]+)>? ", shown))
+    found = dict(re.findall(r"--([a-z-]+) +<?([^ >]+)>? ", shown.partition("Examples:")[0]))
     assert {name: found[name] for name in choices} == choices
 
 
