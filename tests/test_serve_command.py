@@ -307,7 +307,7 @@ def test_more_pipelines_than_there_is_room_for_are_refused_with_the_numbers(clus
     options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "2", "--replicas", "50"]
     run = _run(_joined(cluster, tmp_path), *options)
     assert run.returncode == 2
-    assert "error: 50 x 2 stages of 1 CPU each need 100, and the cluster has" in run.stderr.splitlines()[-1]
+    assert "error: the cluster is too small for 100 stages (100 x {CPU: 1}): it has " in run.stderr.splitlines()[-1]
     assert not leftovers()
 
 

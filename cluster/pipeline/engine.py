@@ -15,6 +15,7 @@ from tramontane.cluster.config.measurements import StageDevice
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
+from tramontane.cluster.pipeline.resources import check_placeable, read_resources
 from tramontane.cluster.planning.gpu_placement import stage_speeds
 from tramontane.cluster.planning.hardware import Hardware, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
@@ -182,6 +183,7 @@ async def _ray_pipeline(
         report(f"joining Ray at {config.address}")
         with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
+            check_placeable(spec, read_resources())
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain, hardware
         return

@@ -20,9 +20,11 @@ from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import list_dead_nodes, list_used_nodes, ray_error_message
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
+from tramontane.cluster.pipeline.resources import describe_needs, describe_shortage, no_room_error, read_resources
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
-from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
+from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
 
+Report = Callable[[str], None]
 EvictCallback = Callable[[], Awaitable[bool]]  # whether it has removed another pipeline
 
 PLACEMENT_ATTEMPT_S = 5.0  # after which another pipeline may be evicted
@@ -39,18 +41,18 @@ async def never_evict() -> bool:
 @asynccontextmanager
 async def running_pipeline(
     spec: PipelineSpec,
-    report: Callable[[str], None] = lambda _: None,
+    report: Report | None = None,
     holder: str | None = None,
     show_loading: ShowLoading | None = None,
     evict: EvictCallback = never_evict,
 ) -> AsyncIterator[ObjectStoreStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
-    Raises LeaseError, having touched nothing, if another router drives it. ``evict`` is called repeatedly while the
-    cluster has no free resources; it may raise LeaseError if this pipeline is not needed any more. This process removes
-    the pipeline itself, because the supervisor may be restarting or still be loading.
+    Raises LeaseError, having touched nothing, if another router drives it. ``report`` is called with what is waited for,
+    ``evict`` repeatedly while the cluster has no free resources; it may raise LeaseError if this pipeline is not needed any
+    more. This process removes the pipeline itself, because the supervisor may be restarting or still be loading.
     """
-    holder = holder or driver_holder_name()
+    holder, say = holder or driver_holder_name(), report or (lambda _: None)
     supervisor = create_supervisor(spec)
     try:
         await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
@@ -58,41 +60,49 @@ async def running_pipeline(
         raise LeaseError(f"the pipeline {spec.name} cannot be claimed: {ray_error_message(error)}") from error
     renewing = asyncio.create_task(renew_lease_forever(supervisor, holder))
     try:
-        report(f"loading {spec.describe_workers()}, {spec.plan.describe_memory()}")
+        say(f"loading {spec.describe_workers()}, {spec.plan.describe_memory()}")
         with show_progress(re.escape(spec.name), spec.plan, show_loading):
-            stages = await _start(supervisor, spec, evict)
+            stages = await _start(supervisor, spec, evict, report)
         chain = DirectStageChain if spec.link == "direct" else ObjectStoreStageChain
         nodes = NodeLossDetector(partial(list_used_nodes, spec.name), list_dead_nodes)
         yield chain(stages, supervisor, holder, nodes)
     finally:
         renewing.cancel()
         if await _still_holds_lease(spec.supervisor_name, holder):
-            report("removing the stages")
+            say("removing the stages")
             shut_down_pipeline(spec.name)
 
 
-async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, evict: EvictCallback) -> list[ActorHandle[Any]]:
+async def _start(
+    supervisor: ActorHandle[Any], spec: PipelineSpec, evict: EvictCallback, report: Report | None
+) -> list[ActorHandle[Any]]:
     """Place and load the stages. Raises CheckpointError, PipelineError, or PlanError if resources are missing."""
+    begun_at, shortage = time.monotonic(), ""
+    deadline = begun_at + PLACEMENT_ATTEMPT_S + spec.placement_timeout_s
     try:
         stages: list[ActorHandle[Any]] | None = None
-        deadline = time.monotonic() + PLACEMENT_ATTEMPT_S + spec.placement_timeout_s
         has_evicted = True
         while stages is None and (has_evicted or time.monotonic() < deadline):
+            shortage = await _report_shortage(spec, report, deadline - time.monotonic(), shortage)
             stages = await call_with_retry(lambda: supervisor.start.remote(PLACEMENT_ATTEMPT_S))
             has_evicted = stages is None and await evict()
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {ray_error_message(error)}") from error
     if stages is None:
-        available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-        free = {name: available.get(name, 0) for name in spec.bundles[0]}
-        of = "of" if spec.stages_per_gpu == 1 else "in bundles of"
-        raise PlanError(
-            f"the cluster has no room for {spec.describe_workers()} {of} {spec.bundles[0]}"
-            f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
-            f"use fewer --stages{', --expert-actors' if spec.plan.experts else ''} or --threads-per-stage"
-        )
+        shortage = describe_shortage(spec, await asyncio.to_thread(read_resources))
+        raise no_room_error(spec, shortage, waited_s=time.monotonic() - begun_at)
     return stages
+
+
+async def _report_shortage(spec: PipelineSpec, report: Report | None, left_s: float, known: str) -> str:
+    """Report what the pipeline waits for, if that is not known yet; return it, or "" if there is room."""
+    if report is None:
+        return ""
+    shortage = describe_shortage(spec, await asyncio.to_thread(read_resources))
+    if shortage not in ("", known):
+        report(f"waiting up to {left_s:.0f} s for {describe_needs(spec)}: {shortage}")
+    return shortage
 
 
 async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:

@@ -82,7 +82,9 @@ def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, 
 
     def update() -> None:
         with suppress(Exception):  # of Ray, which may be ending: the block learns why, this is only the display
-            answers = poller.poll()[1]
+            names, answers = poller.poll()
+            if not names:  # they are not placed yet
+                return
             loaded.update({name: answer.bytes_loaded for name, answer in answers.items() if isinstance(answer, WorkerHealth)})
             show(load_progress(plan, loaded, num_pipelines))
 

@@ -45,6 +45,18 @@ def actor_state(actor: "ActorHandle[Any]") -> dict[str, Any]:
     return state
 
 
+def free_resources() -> dict[str, dict[str, float]]:
+    """Return what each living node has free, by Ray's id of the node."""
+    free: dict[str, dict[str, float]] = table.GLOBAL_STATE.value.available_resources_per_node()
+    return free
+
+
+def living_actors() -> list[Any]:
+    """Return Ray's rows of the living actors, also of other namespaces; ``required_resources`` are those that one holds."""
+    rows = table.GLOBAL_STATE.value._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+    return [table.ACTOR_ROW.value.FromString(row) for row in rows]
+
+
 def grafana_dashboards() -> dict[str, dict[str, Any]]:
     """Return the dashboards that Ray generates for Grafana, by name; ``core`` is what Ray's code calls the default one."""
     symbols = {

@@ -53,6 +53,10 @@ _add(
     needed_for="the settings with which the head node was started",
     breaks="the count of hidden states by way",
 )
+_holders = {"needed_for": "who holds the resources that a pipeline lacks", "breaks": "errors of clusters that are full"}
+_add(_ray, "ray._private.state", "GlobalState._connect_and_get_accessor", "GlobalState.available_resources_per_node", **_holders)
+_add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
+(ACTOR_ROW,) = _add(_ray, "ray.core.generated.gcs_pb2", "ActorTableData", **_holders)
 (WORKER_LOGS,) = _add(
     _ray,
     "ray._private.worker",

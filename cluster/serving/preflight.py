@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import ray
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.resources import check_placeable, describe_shortage, no_room_error, read_resources
 from tramontane.cluster.ray_internals.accessors import running_serve_options
 from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
 from tramontane.cluster.serving.batch_replica import job_settings
-from tramontane.proto.errors import ConfigError, PlanError
+from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.urls import UrlReader
@@ -58,18 +58,12 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
 
 def check_resources(spec: PipelineSpec, num_pipelines: int) -> None:
     """Raise PlanError unless the cluster has free what the pipelines' stages need."""
-    for name in spec.bundles[0]:
-        per_pipeline = sum(bundle[name] for bundle in spec.bundles)
-        needed = per_pipeline * num_pipelines
-        deadline = time.monotonic() + RESOURCES_TIMEOUT_S  # Ray counts what has just ended as free a little later
-        while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
-            time.sleep(POLL_INTERVAL_S)
-        if needed > free.get(name, 0):
-            raise PlanError(
-                f"{num_pipelines} x {spec.num_workers} stages of {per_pipeline / spec.num_workers:g} {name} each "
-                f"need {needed:g}, and the cluster "
-                f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
-            )
+    check_placeable(spec, read_resources(), num_pipelines)
+    deadline = time.monotonic() + RESOURCES_TIMEOUT_S  # Ray counts what has just ended as free a little later
+    while shortage := describe_shortage(spec, read_resources(), num_pipelines):
+        if time.monotonic() >= deadline:
+            raise no_room_error(spec, shortage, num_pipelines)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:

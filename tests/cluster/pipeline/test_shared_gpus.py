@@ -138,9 +138,14 @@ def test_what_is_requested_of_the_cluster_is_what_bundles_take(
     assert spec.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     assert spec.describe_workers() == "5 stages, 2 to a GPU"
     check_resources(spec, 1)
-    monkeypatch.setattr(serve_checks, "RESOURCES_TIMEOUT_S", 0.0)
-    with pytest.raises(PlanError, match=r"2 x 5 stages of 0\.6 GPU each need 6, and the cluster has 3 free"):
+    with pytest.raises(PlanError, match=r"too small for 10 stages, 2 to a GPU \(4 x \{CPU: 2, GPU: 1\} and 2 x .* 3 GPU in all"):
         check_resources(spec, 2)
+    monkeypatch.setattr(serve_checks, "RESOURCES_TIMEOUT_S", 0.0)
+    with (
+        _group_of(_spec(hardware, folder, "other", stages=1)),
+        pytest.raises(PlanError, match=r"no room for 5 stages.*free are 15 of 16 CPU and 2 of 3 GPU; placement group other has"),
+    ):
+        check_resources(spec, 1)
 
 
 def test_expert_actors_have_gpus_of_their_own(hardware: Hardware, folder: Path) -> None:

@@ -162,7 +162,7 @@ def test_real_stages_stand_there_with_the_layers_that_were_meant_for_them(
 def test_a_kind_that_is_taken_is_not_replaced_by_another(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
     with (
         _where(_spec(hardware, folder, "taker", stages=2)),
-        pytest.raises(PlanError, match=r"no room for 1 stage of .* on the nodes that they are planned for: free are"),
+        pytest.raises(PlanError, match=r"no room for 1 stage \(.*\) on the nodes that they are planned for after .*: free are"),
         running_chain(replace(_spec(hardware, folder, stages=1), placement_timeout_s=1.0)),
     ):
         pass
