@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
         assert outside == set()
         taken = _run(_environment(tmp_path), "--port", str(port))
         assert taken.returncode == 2
-        assert taken.stderr.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port} is not available")
+        assert taken.stderr.splitlines() == [
+            f"error: --port {port} is in use by Tramontane {version('tramontane')}, which serves demo "
+            f"(process {process.pid}, tramontane serve); choose another --port, or stop that first"
+        ], "before anything is loaded"
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)  # once more, as a user may do

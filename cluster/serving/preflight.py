@@ -5,7 +5,6 @@ Otherwise mistakes would show only when the model is loaded, or only in the logs
 
 import errno
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.common.ports import RUNNING_SERVER, describe_listener, find_listener, with_parents
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.resources import check_placeable, describe_shortage, no_room_error, read_resources
 from tramontane.cluster.ray_internals.accessors import running_serve_options
@@ -28,7 +28,6 @@ from tramontane.router.batch.urls import UrlReader
 POLL_INTERVAL_S = 0.1
 RESOURCES_TIMEOUT_S = 5.0
 PORT_TIMEOUT_S = 15.0
-RUNNING_SERVER = re.compile(r"tramontane\S* serve\b")  # a command line
 
 
 def check_job_storage(config: EngineConfig) -> None:
@@ -85,13 +84,17 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
     while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         if not (in_use and _may_be_released(port)) or time.monotonic() > deadline:
-            raise ConfigError(
-                f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
-            ) from error
+            raise ConfigError(_describe_unavailable(host, port, flag, error)) from error
         if not is_reported:
             report(f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process still has")
         is_reported = True
         time.sleep(POLL_INTERVAL_S)
+
+
+def _describe_unavailable(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"{flag} {port} is in use by {describe_listener(host, port)}; choose another {flag}, or stop that first"
+    return f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
 
 
 def _may_be_released(port: int) -> bool:
@@ -100,13 +103,11 @@ def _may_be_released(port: int) -> bool:
     Process 1 does not count: it is the parent of what a killed server left, and in a container its command line is often the
     server's, such as ``tini -- tramontane serve``.
     """
-    with suppress(psutil.Error):  # who listens cannot be seen
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                process = psutil.Process(connection.pid)
-                titles = [" ".join(each.cmdline()) for each in (process, *process.parents()) if each.pid != 1]
-                is_ray = any(title.startswith("ray::") or "raylet" in title for title in titles)
-                return is_ray and not any(RUNNING_SERVER.search(title) for title in titles)
+    with suppress(psutil.Error):
+        if (process := find_listener(port)) is not None:
+            titles = [line for _, line in with_parents(process)]
+            is_ray = any(title.startswith("ray::") or "raylet" in title for title in titles)
+            return is_ray and not any(RUNNING_SERVER.search(title) for title in titles)
     return True
 
 

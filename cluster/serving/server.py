@@ -131,9 +131,9 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
 
     Yields whether there is gRPC, and the address of Ray's dashboard, if it is wanted.
     """
+    check_ports(config, report)
     report("checking the checkpoint")
     spec = pipeline_spec(config, validate_model(config), probe_local())  # raises PlanError before Ray is started
-    check_ports(config, report)
     problem = let_dashboard_show_stages() if config.dashboard else ""
     report("starting Ray")
     num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage

@@ -1,15 +1,24 @@
 """Which gRPC peers are on this machine, and what ports there are to have."""
 
+import os
 import socket
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import httpx
+import psutil
 import pytest
 
+from tramontane.cluster.common import ports
+from tramontane.cluster.common.ports import describe_listener
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_ports
+from tramontane.cluster.serving.server import run_server
 from tramontane.proto.errors import ConfigError
 
 HERE = [
@@ -54,7 +63,7 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
 
         monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
         monkeypatch.setattr(serve_checks, "_may_be_released", lambda _port: True)
-        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
+        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is in use by "):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
     assert reports == [f"waiting up to 15 s for --port {port}, which another process still has"]
 
@@ -63,7 +72,7 @@ def test_a_port_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port} is not available: .* in use"):
+        with pytest.raises(ConfigError, match=f"--port {port} is in use by "):
             check_ports(EngineConfig(port=port, grpc_port=0), pytest.fail)
 
 
@@ -88,7 +97,7 @@ def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
     pid = 7 if titles else None
     listens = SimpleNamespace(status="LISTEN", laddr=("127.0.0.1", 8000), pid=pid)
     seen = {"net_connections": lambda _kind: [listens], "Process": lambda _pid: processes[0]}
-    monkeypatch.setattr(serve_checks, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
+    monkeypatch.setattr(ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
     assert serve_checks._may_be_released(8000) is is_waited_for
 
 
@@ -96,3 +105,91 @@ def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with pytest.raises(ConfigError, match="is not available"):
         check_ports(EngineConfig(host="192.0.2.1"), pytest.fail)
+
+
+# ---- what has a port
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "") -> None:
+    """Let HTTP requests reach an application as ours is, which asks for the key."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        pages: dict[str, object] = {
+            "/": {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"},
+            "/version": {"version": "0.9.1"},
+            "/v1/models": {"data": [{"id": "tiny"}]},
+        }
+        if key and request.url.path != "/":
+            return httpx.Response(401, json={"error": {"message": "no key"}})
+        return httpx.Response(200, json=pages[request.url.path])
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(
+        ports, "httpx", SimpleNamespace(**{name: getattr(httpx, name) for name in ("HTTPError", "InvalidURL")}, Client=client)
+    )
+
+
+def test_a_server_of_ours_is_named_with_its_version_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch)
+    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    assert describe_listener("127.0.0.1", 8000) == "Tramontane 0.9.1, which serves tiny"
+    assert describe_listener("::", 8000) == "Tramontane 0.9.1, which serves tiny"
+
+
+def test_a_server_that_asks_for_a_key_is_named_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, key="k")
+    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    assert describe_listener("127.0.0.1", 8000) == "Tramontane, which asks for an API key"
+
+
+@pytest.mark.parametrize("reply", [b"", b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n["not ours"]\n', b"220 mail\r\n"])
+def test_another_process_is_named_with_its_id(reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+
+        def answer() -> None:
+            connection, _ = held.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(reply)
+
+        thread = Thread(target=answer)
+        thread.start()
+        port = held.getsockname()[1]
+        own = f"process {os.getpid()}, {psutil.Process().name()}"
+        assert describe_listener("127.0.0.1", port) == own
+        thread.join()
+
+
+def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        assert describe_listener("127.0.0.1", held.getsockname()[1]) == "another process, which cannot be seen from here"
+
+
+def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 is not the command, though its command line may be the same."""
+    lines = [(30, "ray::ProxyActor"), (20, "raylet"), (10, "python /bin/tramontane serve --port 8000")]
+    processes = [
+        SimpleNamespace(pid=pid, cmdline=line.split, name=lambda: "ray") for pid, line in (*lines, (1, "tini tramontane serve"))
+    ]
+    processes[0].parents = lambda: processes[1:]
+    monkeypatch.setattr(ports, "find_listener", lambda _port: processes[0])
+    monkeypatch.setattr(ports, "_describe_server", lambda _host, _port: "")
+    assert describe_listener("127.0.0.1", 9000) == "process 10, tramontane serve"
+    processes[2].cmdline = "bash".split
+    assert describe_listener("127.0.0.1", 9000) == "process 30, ray"
+
+
+def test_a_port_in_use_is_refused_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reports: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        config = EngineConfig(model=tmp_path / "nowhere", port=port, grpc_port=0, jobs_database=f"sqlite:///{tmp_path}/jobs.db")
+        monkeypatch.setattr(serve_checks, "_may_be_released", lambda _port: False)
+        monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
+        with pytest.raises(
+            ConfigError, match=rf"--port {port} is in use by process {os.getpid()}, .*; choose another --port, or stop"
+        ):
+            run_server(config, reports.append, pytest.fail, pytest.fail)
+    assert reports == []
