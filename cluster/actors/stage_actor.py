@@ -71,7 +71,9 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
-        return StageWorker.load(self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple)
+        return StageWorker.load(
+            self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple, self._on_activity
+        )
 
     def _exporter(self) -> Callable[[], None]:
         from tramontane.cluster.observability.metrics import MetricFactory, StageActorMetrics

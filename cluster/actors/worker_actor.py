@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -21,6 +21,7 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.workers.weights.checkpoint import check_fingerprint
 
 NAMESPACE = "tramontane"
+READY = "ready"  # the activity of a worker that has loaded, or cannot
 EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
 # How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which torch is built): one or
 # two ms, which covers the time between two products. The default is nine ms, taken from the stage whose turn it is.
@@ -39,6 +40,7 @@ class WorkerHealth:
     bytes_loaded: int  # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
     weight_bytes: int
     busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not
+    activity: str = field(default="", kw_only=True)  # what it does once its weights are loaded; then READY
 
 
 class WorkerActor(Generic[W]):
@@ -58,6 +60,7 @@ class WorkerActor(Generic[W]):
         self._worker: W | None = None
         self._load_error: Exception | None = None
         self._bytes_read = self._bytes_loaded = 0
+        self._activity = ""
         self._loading = threading.Thread(target=self._try_to_load, daemon=True)
         self._loading.start()
 
@@ -79,6 +82,7 @@ class WorkerActor(Generic[W]):
             "bytes_loaded": self._bytes_loaded,
             "weight_bytes": self._weight_bytes,
             "busy_for_s": self._busy_for_s,
+            "activity": self._activity if self._is_loading else READY,
         }
 
     @abstractmethod
@@ -106,6 +110,9 @@ class WorkerActor(Generic[W]):
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
         self._bytes_read += num_read
         self._bytes_loaded += num_loaded
+
+    def _on_activity(self, activity: str) -> None:
+        self._activity = activity
 
     @property
     def _busy_for_s(self) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from tramontane.cluster.bench.report import BenchDisplay
 from tramontane.cluster.bench.results import BenchResult, PipelineUsage, RequestTrace, Round, RoundPlan
@@ -47,35 +46,44 @@ async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundP
             f"--input-len and --output-len come to {workload.max_positions} positions, and the context has {context}; use less"
         )
     recorder = StepRecorder()
-    async with open_engine(config.single_pipeline(), display.report, recorder.observe, display.loading) as engine:
+
+    def observe(result: StepResult) -> None:
+        recorder.observe(result)
+        display.advance(result.timings[-1].num_tokens)
+
+    async with open_engine(config.single_pipeline(), display.report, observe, display.loading) as engine:
         devices = await engine.list_devices()
 
         async def run_one(number: int) -> Round:
             requests = workload.requests(number, args.vocab_size)
-            display.begin_round(number, rounds, requests)
-            return Round(await _run(engine, requests, display.advance), recorder.take_usage(engine, devices))
+            display.begin_round(number, rounds, sum(map(_num_computed, requests)))
+            return Round(await _run(engine, requests), recorder.take_usage(engine, devices))
 
         outcome = await rounds.run(run_one)
         engine.router.scheduler.check_integrity()
         return outcome
 
 
-async def _run(engine: Engine, requests: list[BenchRequest], advance: Callable[[int], None]) -> list[RequestTrace]:
+def _num_computed(request: BenchRequest) -> int:
+    """Return the tokens that stages compute: all but the last one, which is only sampled."""
+    return request.num_prompt_tokens + request.num_new_tokens - 1
+
+
+async def _run(engine: Engine, requests: list[BenchRequest]) -> list[RequestTrace]:
     due_at = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_trace(engine, request, due_at, advance)) for request in requests]
+            tasks = [group.create_task(_trace(engine, request, due_at)) for request in requests]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _trace(engine: Engine, request: BenchRequest, due_at: float, advance: Callable[[int], None]) -> RequestTrace:
+async def _trace(engine: Engine, request: BenchRequest, due_at: float) -> RequestTrace:
     assert not isinstance(request.prompt, str)
     sampling = SamplingParams(request.num_new_tokens, temperature=0.0, ignore_eos=True)
     pieces_at, num_tokens = list[float](), 0
     async for batch in engine.router.generate([SequenceRequest(request.prompt, sampling)]):
         pieces_at.append(time.perf_counter())
         num_tokens += len(batch.events)
-        advance(len(batch.events))
     return RequestTrace(due_at, request.num_prompt_tokens, num_tokens, tuple(pieces_at))

@@ -56,7 +56,7 @@ async def bench_online(
 
         async def run_one(number: int) -> Round:
             requests = workload.requests(number, vocab_size)
-            display.begin_round(number, rounds, requests)
+            display.begin_round(number, rounds, sum(request.num_new_tokens for request in requests))
             traces = await generator.send_all(requests, due)
             if not (figures := BenchMetrics.of(traces)).num_completed:
                 worst = figures.failures[0]

@@ -1,17 +1,17 @@
 """The output of ``tramontane bench``: progress, a table or JSON, and the plot of the median round."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from tramontane.cluster.bench.results import PERCENTILES, BenchMetrics, BenchResult, Latency, PipelineUsage, RoundPlan
-from tramontane.cluster.bench.workload import BenchRequest
 from tramontane.cluster.console.charts import save_figure
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BINS = 60
+LINE_EVERY_S = 5.0
 LATENCIES = (
     ("ttft", "first token (TTFT)"),
     ("tpot", "per token (TPOT)"),
@@ -29,29 +30,51 @@ LATENCIES = (
 )
 
 
+class _SpeedColumn(ProgressColumn):
+    """Tokens per second of the last half minute."""
+
+    def render(self, task: Task) -> Text:
+        """Render the speed once it is known."""
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.0f} tokens/s" if speed else "")
+
+
 class BenchDisplay(Display):
-    """Progress on standard error: in a terminal a bar for the tokens of every round, otherwise a line for each round."""
+    """Progress on standard error: in a terminal a bar for each round, otherwise a line at its start and then every 5 s."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(live=False)
+        self._clock = clock
         self._rounds_bar: Progress | None = None
+        self._title, self._num_tokens, self._num_done = "", 0, 0  # of the round
+        self._begun_at = self._shown_at = 0.0
 
-    def begin_round(self, number: int, rounds: RoundPlan, requests: Sequence[BenchRequest]) -> None:
-        """Show the start of a round."""
+    def begin_round(self, number: int, rounds: RoundPlan, num_tokens: int) -> None:
+        """Show the start of a round, in which ``advance`` will be called for so many tokens."""
         self.stop()
-        title = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
+        self._title = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
+        self._num_tokens, self._num_done, self._begun_at = num_tokens, 0, self._clock()
+        self._shown_at = self._begun_at
         if not self.stderr.is_terminal:
-            self.stderr.print(f"{title} ...")
+            self.stderr.print(f"{self._title} ...")
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"), TimeElapsedColumn())
-        self._rounds_bar = Progress(*columns, console=self.stderr, transient=True)
-        self._rounds_bar.add_task(title, total=sum(request.num_new_tokens for request in requests))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"))
+        times = (_SpeedColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._rounds_bar = Progress(*columns, *times, console=self.stderr, transient=True)
+        self._rounds_bar.add_task(self._title, total=num_tokens)
         self._rounds_bar.start()
 
     def advance(self, num_tokens: int) -> None:
-        """Add tokens to the bar."""
+        """Add tokens to the round."""
+        self._num_done = min(self._num_done + num_tokens, self._num_tokens)  # those of a lost stage are computed again
         if self._rounds_bar is not None:
-            self._rounds_bar.advance(self._rounds_bar.task_ids[0], num_tokens)
+            self._rounds_bar.update(self._rounds_bar.task_ids[0], completed=self._num_done)
+        elif (now := self._clock()) - self._shown_at >= LINE_EVERY_S and not self.stderr.is_terminal:
+            self._shown_at, elapsed_s = now, now - self._begun_at
+            share, speed = self._num_done / self._num_tokens, self._num_done / elapsed_s
+            self.stderr.print(
+                f"{self._title}: {share:.0%} of {self._num_tokens} tokens after {elapsed_s:.0f} s, {speed:.0f} a second ..."
+            )
 
     def stop(self) -> None:
         """Remove the bar."""

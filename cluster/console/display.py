@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
+READY = "ready"  # as a worker reports it
 LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
 class LoadingWorker(Protocol):
-    """Bytes of its weights that one stage or expert actor has loaded, and their total."""
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it does until it is ready."""
 
     @property
     def label(self) -> str:
@@ -35,6 +36,10 @@ class LoadingWorker(Protocol):
     @property
     def total_bytes(self) -> int:
         """Bytes of all its weights."""
+
+    @property
+    def activity(self) -> str:
+        """What it does after its weights are loaded; "" before."""
 
 
 class Display:
@@ -50,7 +55,7 @@ class Display:
         self._live_wanted, self._silent = live, silent
         self._status: Status | None = None
         self._bars: Progress | None = None
-        self._quarters_reported = 0
+        self._quarters_reported, self._activities_reported = 0, ""
         self._live: Live | None = None
         self._streams = False  # one text, written as it grows
         self._texts: list[str] = []
@@ -70,19 +75,25 @@ class Display:
             self.stderr.print(f"{activity} ...", soft_wrap=True)
 
     def loading(self, stages: Sequence[LoadingWorker]) -> None:
-        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes."""
+        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes.
+
+        Once these are loaded, what the stages do until they are ready.
+        """
         if self.stderr.is_terminal:
             if self._bars is None:
                 self._start_bars(stages)
             assert self._bars is not None
             for task, stage in zip(self._bars.task_ids, stages, strict=True):
-                self._bars.update(task, completed=stage.num_bytes)
+                self._bars.update(task, completed=stage.num_bytes, activity=stage.activity)
             return
         total = sum(stage.total_bytes for stage in stages)
         quarters = 4 * sum(stage.num_bytes for stage in stages) // total
         if self._quarters_reported < quarters < 4:
             self._quarters_reported = quarters
             self.stderr.print(f"loaded {quarters * 25}% of {format_bytes(total)} ...")
+        if (activities := _activities(stages)) not in ("", self._activities_reported):
+            self._activities_reported = activities
+            self.stderr.print(f"loaded {format_bytes(total)}: {activities} ...", soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Print a note on one line, however long."""
@@ -155,9 +166,9 @@ class Display:
     def _start_bars(self, stages: Sequence[LoadingWorker]) -> None:
         self._stop_waiting()  # rich can show only one live display at a time
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        self._bars = Progress(*columns, console=self.stderr, transient=True)
+        self._bars = Progress(*columns, TextColumn("{task.fields[activity]}"), console=self.stderr, transient=True)
         for stage in stages:
-            self._bars.add_task(stage.label, total=stage.total_bytes)
+            self._bars.add_task(stage.label, total=stage.total_bytes, activity="")
         self._bars.start()
 
     def _stop_bars(self) -> None:
@@ -174,6 +185,13 @@ class Display:
     @staticmethod
     def _write(text: str) -> None:
         print(sanitize(text), end="", flush=True)
+
+
+def _activities(stages: Sequence[LoadingWorker]) -> str:
+    """Return what those of the stages do that are not ready, once all have loaded their weights; "" before and at the end."""
+    if any(not stage.activity for stage in stages):
+        return ""
+    return ", ".join(dict.fromkeys(stage.activity for stage in stages if stage.activity != READY))
 
 
 def sanitize(text: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -29,22 +30,26 @@ WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of its weights that one stage or expert actor has loaded, and their total."""
+    """Bytes of its weights that one stage or expert actor has loaded, and their total; then what it does until it is ready."""
 
     label: str
     num_bytes: int
     total_bytes: int
+    activity: str = ""
 
 
+NO_ACTIVITIES: Mapping[str, str] = MappingProxyType({})
 WorkerAnswer = WorkerHealth | RayError
 ShowLoading = Callable[[Sequence[LoadProgress]], None]
 logger = logging.getLogger(__name__)
 
 
-def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[LoadProgress]:
+def load_progress(
+    plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1, activities: Mapping[str, str] = NO_ACTIVITIES
+) -> list[LoadProgress]:
     """Return the progress of every stage and expert actor of pipelines that have the same plan.
 
-    ``loaded``: bytes by the names of those actors that have answered.
+    ``loaded`` and ``activities``: bytes, and what is done after them, by the names of those actors that have answered.
 
     Of two pipelines a-0 and a-1, ``{"a-0-stage-1": 7}`` is the second stage of the first.
     """
@@ -55,6 +60,7 @@ def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: 
             f"pipeline {number}: {worker.label}" if num_pipelines > 1 else worker.label,
             loaded.get(pipeline + suffix, 0),
             worker.weight_bytes,
+            activities.get(pipeline + suffix, ""),
         )
         for number, pipeline in enumerate(pipelines, start=1)
         for suffix, worker in _workers(plan)
@@ -78,15 +84,16 @@ def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, 
     if show is None:
         yield
         return
-    poller, loaded = _WorkerPoller(pipelines + WORKER), dict[str, int]()
+    poller, known = _WorkerPoller(pipelines + WORKER), dict[str, WorkerHealth]()
 
     def update() -> None:
         with suppress(Exception):  # of Ray, which may be ending: the block learns why, this is only the display
             names, answers = poller.poll()
             if not names:  # they are not placed yet
                 return
-            loaded.update({name: answer.bytes_loaded for name, answer in answers.items() if isinstance(answer, WorkerHealth)})
-            show(load_progress(plan, loaded, num_pipelines))
+            known.update({name: answer for name, answer in answers.items() if isinstance(answer, WorkerHealth)})
+            loaded = {name: health.bytes_loaded for name, health in known.items()}
+            show(load_progress(plan, loaded, num_pipelines, {name: health.activity for name, health in known.items()}))
 
     with run_periodically(POLL_S, update):
         yield

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Self
 
+from tramontane.cluster.actors.worker_actor import READY
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.model_folder import WeightSource
@@ -32,17 +34,22 @@ class LocalStageChain:
         read_pieces: LoadVocabulary = tuple,
     ) -> Self:
         """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``."""
-        loaded = [0] * len(plan.stages)
+        progress = [LoadProgress(stage.label, 0, stage.weight_bytes) for stage in plan.stages]
 
-        def load_stage(stage: StagePlan) -> StageWorker:
-            def on_tensor(_num_read: int, num_loaded: int) -> None:
-                loaded[stage.stage_id] += num_loaded
+        def load_stage(number: int, stage: StagePlan) -> StageWorker:
+            def set_progress(num_loaded: int = 0, activity: str = "") -> None:
+                loaded = progress[number].num_bytes + num_loaded
+                progress[number] = replace(progress[number], num_bytes=loaded, activity=activity)
                 if show is not None:
-                    show([LoadProgress(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
+                    show(list(progress))
 
-            return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor, read_pieces)
+            device = devices[number % len(devices)]
+            on_tensor, on_activity = (lambda _read, n: set_progress(n)), (lambda text: set_progress(activity=text))
+            worker = StageWorker.load(stage, weights, device, on_tensor, read_pieces, on_activity)
+            set_progress(activity=READY)
+            return worker
 
-        return cls([load_stage(stage) for stage in plan.stages])
+        return cls([load_stage(number, stage) for number, stage in enumerate(plan.stages)])
 
     @property
     def num_stages(self) -> int:

@@ -1,6 +1,6 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -60,13 +60,17 @@ class StageWorker:
         device: str = "cpu",
         read_pieces: LoadVocabulary = tuple,
         backend: DeviceBackend | None = None,
+        on_activity: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
         model.finalize_weights(self.device)
+        on_activity("choosing kernels")
         self.backend = backend or backend_for(plan, self.device)
+        if self.device.type == "cuda":  # elsewhere they take memory as they fill
+            on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.frequencies = rotary_frequencies(plan.args).to(self.device)
@@ -86,8 +90,12 @@ class StageWorker:
         device: str = "cpu",
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
         read_pieces: LoadVocabulary = tuple,
+        on_activity: Callable[[str], None] = lambda _: None,
     ) -> "StageWorker":
-        """Read or make the tensors of this stage, and only those, directly in their dtype and on their device."""
+        """Read or make the tensors of this stage, and only those, directly in their dtype and on their device.
+
+        ``on_activity`` is called with what follows the weights, such as ``choosing kernels``.
+        """
         model = load_module(
             lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
             lambda layout: stage_tensors(plan.args, plan.layers, layout, plan.experts_inside),
@@ -96,8 +104,11 @@ class StageWorker:
             device,
             on_tensor,
             supports_grouped_gemm(plan, device),
+            on_activity,
         )
-        worker = cls(plan, model, device, read_pieces)
+        worker = cls(plan, model, device, read_pieces, on_activity=on_activity)
+        if worker.graphs is not None:
+            on_activity("recording CUDA graphs")
         worker.prepare()
         return worker
 

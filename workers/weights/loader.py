@@ -33,10 +33,12 @@ def load_module(
     device: str,
     on_tensor: ProgressCallback,
     contiguous_experts: bool = False,
+    on_activity: Callable[[str], None] = lambda _: None,
 ) -> M:
     """Build a module with ``make`` and load its weights. It has the parameters of ``tensors_of`` and no others.
 
-    ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
+    ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs. ``on_activity`` is called
+    with what follows the weights.
     """
     dtype: torch.dtype = getattr(torch, plan.dtype)
     with torch.device("meta"):
@@ -52,6 +54,8 @@ def load_module(
     else:
         state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)
+    if plan.quantize and torch.device(device).type != "cpu":
+        on_activity("trying products with quantized weights")
     warm_up_kernels(module, dtype)
     return module.eval()
 

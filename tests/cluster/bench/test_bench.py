@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from scripted_chain import ScriptedChain, no_gate
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -92,7 +93,7 @@ def test_offline_counts_every_token_of_a_round_and_of_that_round_alone(bench: Be
     assert len(data["repeats_tokens_per_second"]) == 3
     assert data["tokens_per_second"] == sorted(data["repeats_tokens_per_second"])[1]
     assert data["median_ttft_ms"] <= data["median_e2el_ms"] <= data["p99_e2el_ms"] <= 1000 * data["elapsed_time"]
-    assert [line.split(" ...")[0] for line in ended.err.splitlines() if line.startswith("round")] == [
+    assert [line.split(" ...")[0] for line in ended.err.splitlines() if line.startswith("round") and "%" not in line] == [
         "round 1 of 5 (warm-up)",
         "round 2 of 5 (warm-up)",
         "round 3 of 5",
@@ -405,3 +406,53 @@ def test_the_url_may_end_as_openais_clients_want_it() -> None:
 def test_impossible_traffic_is_refused(traffic: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LoadPattern(**traffic)
+
+
+# ---- progress
+
+
+def test_without_a_terminal_a_round_says_every_five_seconds_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    display = BenchDisplay(lambda: now)
+    display.begin_round(0, RoundPlan(1, 1), 200)
+    for after, num_tokens in ((4.9, 20), (5.0, 30), (9.9, 10), (10.5, 40), (16, 900)):
+        now = 100.0 + after
+        display.advance(num_tokens)
+    now = 200.0
+    display.begin_round(1, RoundPlan(1, 1), 200)
+    now = 202.0
+    display.advance(100)
+    assert capsys.readouterr().err.splitlines() == [
+        "round 1 of 2 (warm-up) ...",
+        "round 1 of 2 (warm-up): 25% of 200 tokens after 5 s, 10 a second ...",
+        "round 1 of 2 (warm-up): 50% of 200 tokens after 10 s, 10 a second ...",
+        "round 1 of 2 (warm-up): 100% of 200 tokens after 16 s, 12 a second ...",
+        "round 2 of 2 ...",
+    ]
+
+
+def test_in_a_terminal_a_round_has_a_bar_with_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    display = BenchDisplay()
+    display.stderr = Console(stderr=True, force_terminal=True, width=120, height=20, highlight=False)
+    display.begin_round(0, RoundPlan(0, 1), 200)
+    display.advance(50)
+    display.advance(25)
+    assert display._rounds_bar is not None
+    display._rounds_bar.refresh()
+    display.stop()
+    err = capsys.readouterr().err
+    assert "75 of 200 tokens" in err
+    assert "tokens/s" in err
+
+
+def test_a_round_of_an_engine_advances_with_every_computed_token(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts count too: with long ones the first new token comes late."""
+    totals, advanced = list[int](), list[int]()
+    monkeypatch.setattr(BenchDisplay, "begin_round", lambda _self, _number, _rounds, total: totals.append(total))
+    monkeypatch.setattr(BenchDisplay, "advance", lambda _self, num_tokens: advanced.append(num_tokens))
+    assert bench(*_offline(model), "--warmups", 0, "--repeats", 1).code == 0
+    assert len(totals) == 1
+    assert sum(advanced) == totals[0]
+    assert len(advanced) > 1

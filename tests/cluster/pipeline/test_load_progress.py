@@ -139,9 +139,11 @@ def test_stages_in_this_process_report_every_tensor() -> None:
     shown: list[list[LoadProgress]] = []
     LocalStageChain.load(PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])).close()
     sums = [sum(stage.num_bytes for stage in stages) for stages in shown]
-    assert sums == sorted(set(sums))
-    assert len(sums) > 20
+    assert sums == sorted(sums)
+    assert len(set(sums)) > 20
     assert [stage.num_bytes for stage in shown[-1]] == [stage.weight_bytes for stage in PLAN.stages]
+    assert list(dict.fromkeys(stages[0].activity for stages in shown)) == ["", "choosing kernels", "ready"]
+    assert [stage.activity for stage in shown[-1]] == ["ready", "ready"]
 
 
 def _stages(*num_gib: float) -> list[LoadProgress]:
@@ -157,6 +159,25 @@ def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.Capt
     display.stop()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{long} ...", "loaded 25% of 4 GiB ...", "loaded 75% of 4 GiB ..."]
+
+
+def _then(*activities: str) -> list[LoadProgress]:
+    return [replace(stage, activity=each) for stage, each in zip(_stages(2, 2), activities, strict=True)]
+
+
+def test_without_a_terminal_there_is_a_line_for_what_follows_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, and not before all stages are so far."""
+    display, kernels, caches = Display(live=False), "choosing kernels", "allocating caches"
+    for stages in (_stages(2, 1.5), _then(kernels, ""), _then(kernels, kernels), _then(kernels, kernels)):
+        display.loading(stages)
+    for stages in (_then(caches, kernels), _then("ready", kernels), _then("ready", "ready")):
+        display.loading(stages)
+    assert capsys.readouterr().err.splitlines() == [
+        "loaded 75% of 4 GiB ...",
+        "loaded 4 GiB: choosing kernels ...",
+        "loaded 4 GiB: allocating caches, choosing kernels ...",
+        "loaded 4 GiB: choosing kernels ...",
+    ]
 
 
 @pytest.fixture
@@ -178,6 +199,31 @@ def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: p
     for part in ("Stage 1", "1.5/2.0 GiB", "Stage 2", "0.5/2.0 GiB"):
         assert part in err
     assert err.index("removing the stages") > err.index("1.5/2.0 GiB")
+
+
+def test_in_a_terminal_a_bar_says_what_follows_its_weights(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
+    display.loading(_then("choosing kernels", ""))
+    assert display._bars is not None
+    display._bars.refresh()
+    display.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert any("Stage 1" in line and "choosing kernels" in line for line in lines)
+    assert not any("Stage 2" in line and "choosing" in line for line in lines)
+
+
+def test_workers_that_are_not_placed_are_not_shown(fake_ray: "_FakeRay", monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a pipeline waits for resources, what it waits for stays on the screen."""
+    polls, shown = list[Callable[[], None]](), list[list[LoadProgress]]()
+    monkeypatch.setattr(loading, "run_periodically", lambda _interval_s, work: nullcontext(polls.append(work)))
+    with loading.show_progress("a-0", PLAN, lambda stages: shown.append([*stages])):
+        (poll,) = polls
+        poll()
+        assert shown == []
+        fake_ray.start("a-0-stage-1")
+        poll()
+        fake_ray.answers[0] = replace(_stage(1, 12, loaded=7), activity="choosing kernels")
+        poll()
+    assert [(stages[1].num_bytes, stages[1].activity) for stages in shown] == [(0, ""), (7, "choosing kernels")]
 
 
 def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:

@@ -109,13 +109,15 @@ def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.Monke
 
 # ---- what has a port
 
+OURS = {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"}
 
-def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "") -> None:
-    """Let HTTP requests reach an application as ours is, which asks for the key."""
+
+def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "", root: object = OURS) -> None:
+    """Let HTTP requests reach an application as ours is, which asks for the key, and answers so at /."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         pages: dict[str, object] = {
-            "/": {"ui": "ui", "docs": "docs", "openapi": "openapi.json", "health": "health"},
+            "/": root,
             "/version": {"version": "0.9.1"},
             "/v1/models": {"data": [{"id": "tiny"}]},
         }
@@ -140,6 +142,13 @@ def test_a_server_that_asks_for_a_key_is_named_without_them(monkeypatch: pytest.
     _answers(monkeypatch, key="k")
     monkeypatch.setattr(ports, "find_listener", lambda _port: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane, which asks for an API key"
+
+
+@pytest.mark.parametrize("root", [{"detail": "Not Found"}, ["ui"], "ui"])
+def test_another_server_with_a_version_and_models_is_not_ours(monkeypatch: pytest.MonkeyPatch, root: object) -> None:
+    _answers(monkeypatch, root=root)
+    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    assert describe_listener("127.0.0.1", 8000) == "another process, which cannot be seen from here"
 
 
 @pytest.mark.parametrize("reply", [b"", b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n["not ours"]\n', b"220 mail\r\n"])
