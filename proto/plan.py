@@ -213,5 +213,9 @@ class PipelinePlan:
         """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
         experts = sum(actor.weight_bytes for actor in self.experts.actors) if self.experts else 0
         weights = num_pipelines * (sum(stage.packed_bytes for stage in self.stages) + experts)
+        return f"{format_bytes(weights)} of weights, {self.describe_cache()}"
+
+    def describe_cache(self) -> str:
+        """Return ``up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""
         cache = max(stage.cache_bytes for stage in self.stages)
-        return f"{format_bytes(weights)} of weights, up to {format_bytes(cache)} of key/value cache per stage (--kv-cache-memory)"
+        return f"up to {format_bytes(cache)} of key/value cache per stage (--kv-cache-memory)"

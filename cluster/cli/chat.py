@@ -21,6 +21,7 @@ from tramontane.cluster.console.commands import print_errors_at_once
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import sampling_params, text_model_args
+from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.console.terminal_input import TerminalInput, without_echo
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError, did_you_mean
@@ -88,6 +89,7 @@ async def run_chat(
         prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
         async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
             display.stop()
+            display.note_in_terminal(cache_note(engine.plan))
             if isinstance(messages, TerminalInput):
                 display.note(HELP)
             if config.model == DEMO_MODEL:

@@ -21,6 +21,7 @@ from tramontane.cluster.console.run_summary import (
     ExpertIds,
     GenerateResult,
     as_json,
+    cache_note,
     render_summary,
     truncation_note,
 )
@@ -80,6 +81,7 @@ async def run_generate(
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
         ready_at = time.time()
+        display.note_in_terminal(cache_note(engine.plan))
         devices = await engine.list_devices() if config.json_output else ()
         display.start([prompt.text for prompt in prompts], colors)
         run = _GenerateRun(engine, tokenizer, sampling, display, colors)

@@ -99,6 +99,12 @@ class Display:
         """Print a note on one line, however long."""
         self.stderr.print(f"note: {text}", markup=False, soft_wrap=True)
 
+    def note_in_terminal(self, text: str) -> None:
+        """Keep a line of the start on a terminal, where those of ``report`` do not stay."""
+        if self.stderr.is_terminal and not self._silent:
+            self._stop_waiting()
+            self.note(text)
+
     def start(self, prompts: list[str], colors: "TokenColors | None" = None) -> None:
         """Start to show texts. With ``colors`` and in a terminal, ``end`` gets the colored texts."""
         self._stop_waiting()

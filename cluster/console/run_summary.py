@@ -48,6 +48,11 @@ def render_summary(outcome: GenerateResult) -> Group:
     return Group(*tables, _pipeline_line(outcome))
 
 
+def cache_note(plan: PipelinePlan) -> str:
+    """Return how much a sequence and all of them may be cached, and which options set that."""
+    return f"{plan.describe_cache()}, {plan.max_model_len} positions per sequence (--max-model-len)"
+
+
 def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
     """Render per stage: layers, busy share, tokens and micro-batches; with expert actors also the exposed wait for them."""
     table = Table()

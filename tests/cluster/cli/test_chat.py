@@ -278,6 +278,8 @@ class Terminal:
 
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:
     terminal = Terminal(model)
+    terminal.wait_for(b"note: up to ")
+    terminal.wait_for(b" of key/value cache per stage (--kv-cache-memory), 160 positions per sequence (--max-model-len)\r\n")
     terminal.wait_for(PROMPT)
     terminal.type(b"The quick\r")
     terminal.wait_for(EDITED)

@@ -88,6 +88,20 @@ def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(gen
     assert "stage" in got.err
 
 
+@pytest.mark.parametrize(("flags", "is_terminal", "is_shown"), [((), True, True), (("--json",), True, False), ((), False, False)])
+def test_in_a_terminal_a_line_about_the_cache_stays(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], is_terminal: bool, is_shown: bool
+) -> None:
+    """Elsewhere it is in the line about loading. With FORCE_COLOR rich takes any stream for a terminal."""
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    err = generate(*flags, "It").err
+    cache = "of key/value cache per stage (--kv-cache-memory)"
+    line = rf"note: up to \S+ KiB {re.escape(cache)}, 128 positions per sequence \(--max-model-len\)\n"
+    assert (re.search(line, err) is not None) is is_shown
+    assert is_terminal or cache in err
+
+
 def test_prompts_may_be_lines_of_standard_input(generate: Generate) -> None:
     by_argument = generate("--json", *PROMPTS)
     by_line = generate("--json", stdin="".join(f"{prompt}\n" for prompt in PROMPTS))

@@ -19,6 +19,7 @@ from tiny_models import GIB, loaded_state, tiny_args, tiny_plan
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.measurements import StageTime
+from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.pipeline.engine import make_scheduler
 from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
 from tramontane.cluster.planning.layer_split import split_layers
@@ -718,3 +719,4 @@ def test_memory_is_described_with_its_option() -> None:
     cache = "up to 512 MiB of key/value cache per stage (--kv-cache-memory)"
     assert plan.describe_memory() == f"13.5 GiB of weights, {cache}"
     assert plan.describe_memory(num_pipelines=3) == f"40.5 GiB of weights, {cache}"
+    assert cache_note(plan) == f"{cache}, 4096 positions per sequence (--max-model-len)"
