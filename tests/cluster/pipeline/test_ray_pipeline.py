@@ -28,7 +28,7 @@ from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, WorkerSettings
 from tramontane.cluster.actors.stage_actor import StageActor, StageHealth, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
-from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.actors.worker_actor import NAMESPACE, READY
 from tramontane.cluster.pipeline.load_progress import LoadProgress, show_progress
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto import wire
@@ -490,6 +490,9 @@ def test_loading_progress_is_reported_to_all_that_wait(tmp_path: Path) -> None:
         assert absent == LoadProgress(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
         (folder / "1").touch()
         wait_for(first.num_bytes)
+        (folder / "all").touch()
+        while shown[-1][0].activity != READY:
+            time.sleep(0.01)
     assert [stages[0].num_bytes for stages in shown] == sorted(stages[0].num_bytes for stages in shown)
     assert not any(thread.name == "loading" for thread in threading.enumerate()), "no poll is left"
 
