@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -86,6 +86,9 @@ bench-load: $(STAMP)  ## bytes read and memory used by stages that load 2 GiB
 
 bench-load-gpu: $(STAMP)  ## loading of weights onto a GPU, in three ways
 	$(BIN)/python tests/bench/loading.py --device cuda
+
+bench-memory: $(STAMP)  ## memory of serve, idle and with all places used, against the plan
+	$(BIN)/python tests/bench/serve_memory.py
 
 bench-int8: $(STAMP)  ## quality, memory and speed of int8 and fp8 weights
 	$(BIN)/python tests/bench/quantization.py

@@ -212,6 +212,13 @@ def _loading(_bench: Any, read: int = 105, disk: int = 105, memory: int = 115) -
     return {"loading_stages.run": _returns({"as stored": [figures]})}
 
 
+def _serve_memory(bench: Any, more: float = 1.5, used: float = 1.0, full: int = 50 + 1020) -> Patches:  # noqa: ANN401
+    """Return figures of one stage that needs 50 by itself, 1000 for weights and 0 for caches, in millions of bytes."""
+    idle, million = {"command": int(1e9 * more), "Router": 10**9}, 10**6
+    figures = bench.Figures(idle, {"raylet": 1}, 1, ((1000 * million, 0),), (50 * million,), (full * million,), used)
+    return {"measure": _returns(figures)}
+
+
 def _loading_gpu(_bench: Any, extra: int = 512) -> Patches:  # noqa: ANN401
     import loading_gpu
 
@@ -287,6 +294,7 @@ CASES = {
     "peers": Case(_peers, [{"ratio": 0.99}, {"missing": 1}], ["--only"]),
     "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
     "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
+    "serve_memory": Case(_serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
