@@ -103,7 +103,7 @@ async def run_chat(
 
 async def _converse(session: "_Chat", messages: AsyncIterator[str], display: Display) -> None:
     async for line in messages:
-        if line.strip() == "/exit":
+        if line.rstrip() == "/exit":
             break
         try:
             await session.handle_line(line)
@@ -132,9 +132,10 @@ class _Chat:
 
     async def handle_line(self, line: str) -> None:
         """Run a command, or answer a message. Raises RequestError for an unknown command or a message that does not fit."""
-        match line.strip():
+        match line.rstrip():
             case "/reset":
                 self._conversation = self._empty_conversation
+                self._display.note("the conversation so far is forgotten")
             case "/help":
                 self._display.note(HELP)
             case command if COMMAND.match(line):

@@ -1,6 +1,7 @@
 """``tramontane monitoring``: files with which Ray's own dashboard shows the stages, through Prometheus and Grafana."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -29,9 +30,9 @@ def monitoring(
             (folder / name).write_text(text, encoding="utf-8")
     typer.echo(
         f"wrote {out}; on the machine of Ray's head:\n"
-        f"  prometheus --config.file={folder / PROMETHEUS_FILE}\n"
-        f"  grafana server --homepath /usr/share/grafana --config {folder / GRAFANA_FILE}\n"
-        f"  set -a; . {folder / ENVIRONMENT_FILE}; set +a\n"
+        f"  prometheus --config.file={quote(str(folder / PROMETHEUS_FILE))}\n"
+        f"  grafana server --homepath /usr/share/grafana --config {quote(str(folder / GRAFANA_FILE))}\n"
+        f"  set -a; . {quote(str(folder / ENVIRONMENT_FILE))}; set +a\n"
         "then ray start --head, or tramontane serve --dashboard"
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.segment import Segments
 from rich.status import Status
@@ -64,15 +65,16 @@ class Display:
         self._printed = 0
 
     def report(self, activity: str) -> None:
-        """Show what the command waits for."""
+        """Show what the command waits for. It may have names that others gave, of which no control character is shown."""
         self._stop_bars()
+        activity = activity.translate(STRIP_CONTROL | {ord("\n"): " "})
         if self._status is None and self.stderr.is_terminal:
-            self._status = self.stderr.status(activity)
+            self._status = self.stderr.status(escape(activity))
             self._status.start()
         elif self._status is not None:
-            self._status.update(activity)
+            self._status.update(escape(activity))
         else:
-            self.stderr.print(f"{activity} ...", soft_wrap=True)
+            self.stderr.print(f"{activity} ...", soft_wrap=True, markup=False)
 
     def loading(self, stages: Sequence[LoadingWorker]) -> None:
         """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes.

@@ -21,7 +21,8 @@ def let_dashboard_show_stages() -> str:
     prometheus, grafana = os.environ.get(PROMETHEUS_HOST, PROMETHEUS), os.environ.get(GRAFANA_HOST, GRAFANA)
     problem = _missing_panels(prometheus.rstrip("/"), grafana.rstrip("/"))
     if not problem:
-        os.environ.setdefault(UID, CORE_DASHBOARD_UID)
+        uid = os.environ.setdefault(UID, CORE_DASHBOARD_UID)
+        problem = "" if uid == CORE_DASHBOARD_UID else f"{UID} names another dashboard, {uid!r}; unset it"
     return problem
 
 
@@ -43,7 +44,7 @@ def _missing_panels(prometheus: str, grafana: str) -> str:
 def _get(url: str) -> Any:  # noqa: ANN401 - JSON
     """Return the JSON of an answer with status 200, or None."""
     try:
-        response = httpx.get(url, timeout=TIMEOUT_S)
+        response = httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
         return response.json() if response.status_code == 200 else None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None

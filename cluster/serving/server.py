@@ -170,7 +170,6 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
         spec = pipeline_spec(config, validate_model(config), hardware)
-        check_resources(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
@@ -179,6 +178,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             )
         if owns_serve:
             check_ports(config, report)
+        check_resources(spec, config.replicas)
         has_grpc = config.grpc_port > 0 if owns_serve else check_running_serve(config, report)
         with _remove_at_end(report, lambda: _remove(owns_serve)):
             if owns_serve:

@@ -189,7 +189,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
-        return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
+        return ParameterError(f"{error.error_count()} things are wrong with the body, too many to describe")
     problem, *others = error.errors(include_url=False)
     name = _printable_path(_path(problem)) or None
     match problem["type"]:
@@ -200,7 +200,9 @@ def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> Paramet
         case "missing" | "union_tag_not_found":
             return ParameterError(f"{name} is missing{_misspelling(problem, others)}", name)
         case "extra_forbidden":
-            return ParameterError(f"{name} is not a parameter of this endpoint{did_you_mean(name, known)}", name)
+            return ParameterError(
+                f"{name} is not a parameter of this endpoint{did_you_mean(name, known if len(_path(problem)) == 1 else ())}", name
+            )
         case "value_error":
             return ParameterError(f"{name}: {problem['ctx']['error']}", name)
         case "union_tag_invalid":

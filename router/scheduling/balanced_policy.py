@@ -78,9 +78,7 @@ class BalancedPolicy:
         if state.pending_tokens:
             spread = self.max_in_flight if self._overlaps else 1
             own = self._decodes(state, spread)
-            prefill = min(self._prefill(state, spread, own), self._max_tokens - own.decodes)
-            self._prompt_spread.record(state.pending_tokens, prefill)
-            return BatchBudget(own.decodes, prefill)
+            return BatchBudget(own.decodes, self._prefill(state, spread, own))
         rounds_s = self._rounds_s(state)
         spread = self._spread_tuner.choose(rounds_s)
         if state.num_in_flight >= spread:
@@ -152,9 +150,10 @@ class BalancedPolicy:
         pending = state.urgent_tokens or state.pending_tokens
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
         is_full = state.num_decoding and (state.waiting_tokens or self._in_flight_tuner.is_saturated)
-        if self._overlaps and is_full and not state.urgent_tokens:
+        if is_spread := bool(self._overlaps and is_full and not state.urgent_tokens):
             pieces = [max(fewest, self._prompt_spread.pieces(pending, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK)))]
         else:
+            self._prompt_spread.clear()
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
         sizes = [-(-pending // n) for n in pieces]
         works = [_with_prefill(even, size, state.prefill_start) for size in sizes]
@@ -162,10 +161,14 @@ class BalancedPolicy:
         interval = np.maximum(slowest, through / self.max_in_flight)
         finished_after = (np.array(pieces) - 1) * interval + through
         best = int(np.argmin(finished_after))
-        if not state.num_decoding:
-            return sizes[best]
-        size = sizes[best] if state.urgent_tokens else self._adjusted(sizes[best], works[best], own, even)
-        return self._within_target(size, own, state)
+        size = sizes[best]
+        if state.num_decoding:
+            adjusted = size if state.urgent_tokens else self._adjusted(size, works[best], own, even)
+            size = self._within_target(adjusted, own, state)
+        size = min(size, self._max_tokens - own.decodes)
+        if is_spread:
+            self._prompt_spread.record(pending, size)
+        return size
 
     def _adjusted(self, size: int, nominal: BatchWork, own: BatchWork, even: BatchWork) -> int:
         """Return more prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
@@ -205,6 +208,10 @@ class PromptSpread:
         num_left = min(self._num_left, pending)
         self._pieces_left = (num_left * self._pieces_left + (pending - num_left) * pieces_of_new) / pending
         return max(math.ceil(self._pieces_left), 1)
+
+    def clear(self) -> None:
+        """Count all that waits as new: other micro-batches than these may have taken of it."""
+        self._num_left = 0
 
     def record(self, pending: int, taken: int) -> None:
         """Record that so many of the pending tokens go now."""

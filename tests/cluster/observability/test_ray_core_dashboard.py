@@ -224,6 +224,8 @@ def test_the_dashboard_of_grafana_is_embedded_where_it_is_ours(monkeypatch: pyte
         monkeypatch.setenv("RAY_GRAFANA_HOST", url)
         assert let_dashboard_show_stages() == ""
         assert os.environ["RAY_GRAFANA_DEFAULT_DASHBOARD_UID"] == CORE_DASHBOARD_UID
+        monkeypatch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", "rayDefaultDashboard")
+        assert "names another dashboard, 'rayDefaultDashboard'" in let_dashboard_show_stages()
 
 
 def test_the_token_is_the_user_s_alone_and_removed_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

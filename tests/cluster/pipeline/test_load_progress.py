@@ -187,6 +187,21 @@ def display() -> Display:
     return display
 
 
+FOREIGN = "waiting: actor [/x] has [bold]1 CPU\x1b[2J\nerror: none"  # names that others gave
+
+
+def test_names_of_others_are_shown_as_they_are_but_for_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    Display(live=False).report(FOREIGN)
+    assert capsys.readouterr().err == "waiting: actor [/x] has [bold]1 CPU\ufffd[2J error: none ...\n"
+
+
+def test_so_they_are_in_a_terminal(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        display.report(FOREIGN)
+    display.stop()
+    assert "waiting: actor [/x] has [bold]1 CPU\ufffd[2J error: none" in capsys.readouterr().err
+
+
 def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
     display.report("loading 2 stages")
     display.loading(_stages(0, 0))

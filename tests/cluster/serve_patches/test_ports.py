@@ -2,7 +2,7 @@
 
 import os
 import socket
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -166,6 +166,25 @@ def test_another_process_is_named_with_its_id(reply: bytes) -> None:
         port = held.getsockname()[1]
         own = f"process {os.getpid()}, {psutil.Process().name()}"
         assert describe_listener("127.0.0.1", port) == own
+        thread.join()
+
+
+def test_an_answer_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as music. The client itself bounds only the time between two of its parts."""
+    now = iter(range(1000))
+    monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    with socket.create_server(("127.0.0.1", 0)) as held:
+
+        def play() -> None:
+            connection, _ = held.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+                while connection.recv(0) == b"":
+                    connection.sendall(b"1\r\n[\r\n")
+
+        thread = Thread(target=play)
+        thread.start()
+        assert "process" in describe_listener("127.0.0.1", held.getsockname()[1])
         thread.join()
 
 

@@ -57,6 +57,39 @@ def test_the_pieces_of_waiting_prompts() -> None:
     assert spread.pieces(7, 0) == 1
 
 
+def test_pieces_of_prompts_that_are_left_and_of_new_ones_by_their_tokens() -> None:
+    spread = PromptSpread()
+    assert spread.pieces(1000, 8) == 8
+    spread.record(1000, 10)
+    assert spread.pieces(10, 8) == 8, "7.5 are left: most have been aborted"
+    for _ in range(20):
+        spread.record(10, 1)
+    assert spread.pieces(18, 9) == 5, "1 of 9 old ones and 9 of 9 new ones"
+    for _ in range(3):
+        spread.record(18, 0)
+    assert spread.pieces(18, 0) == 4, "3.5 are left"
+    spread.clear()
+    assert spread.pieces(18, 9) == 9
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        SchedulerState(0, 0, 0, 0, [], 900, 0, 0, 0.5),
+        SchedulerState(0, 16, 1600, 16, [100] * 16, 900, 0, 1, 0.5, urgent_tokens=30),
+    ],
+)
+def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(before: SchedulerState) -> None:
+    """Those at the start, when nothing decodes yet, and those of urgent prompts."""
+    full = SchedulerState(0, 16, 1600, 16, [100] * 16, 400, 0, 1, 0.5)
+    fresh, policy = (_experienced(BalancedPolicy(2, 512), 2) for _ in range(2))
+    for _ in range(30):
+        policy.choose_budget(before)
+    budgets = [each.choose_budget(full) for each in (fresh, policy)]
+    assert budgets[0] is not None
+    assert budgets[0] == budgets[1]
+
+
 def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_would_be_at_first() -> None:
     spread, pending, sizes = PromptSpread(), 0, []
     for _ in range(200):
