@@ -83,8 +83,8 @@ def test_prompts_are_spread_as_ever_after_micro_batches_of_another_kind(before: 
     """Those at the start, when nothing decodes yet, and those of urgent prompts."""
     full = SchedulerState(0, 16, 1600, 16, [100] * 16, 400, 0, 1, 0.5)
     fresh, policy = (_experienced(BalancedPolicy(2, 512), 2) for _ in range(2))
-    for _ in range(30):
-        policy.choose_budget(before)
+    for state in [full] * 20 + [before] * 30:
+        policy.choose_budget(state)
     budgets = [each.choose_budget(full) for each in (fresh, policy)]
     assert budgets[0] is not None
     assert budgets[0] == budgets[1]
