@@ -98,7 +98,7 @@ def resolve_model_args(model: Path) -> ModelArgs:
     if not model.exists() and len(model.parts) == 1:
         raise CheckpointError(
             f"{model} is neither a folder nor a published geometry; there are {', '.join(PRESETS)}"
-            f"{did_you_mean(str(model).lower(), PRESETS)}"
+            f"{did_you_mean(str(model).lower(), (*PRESETS, *LATENT_MODELS))}"
         )
     return read_model_args(model)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
+from tramontane.proto.latent_geometry import LATENT_MODELS, describe_missing
 from tramontane.proto.model_args import ModelArgs, MoeArgs, YarnScaling
 
 _7B_V1 = ModelArgs(
@@ -108,9 +109,11 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
 
 
 def preset(name: str) -> ModelArgs:
-    """Return the geometry of that name. Raises ConfigError, with the known names, if there is none."""
+    """Return the geometry of that name. Raises ConfigError, with the known names, if there is none, or it cannot be served."""
+    if name in LATENT_MODELS:
+        raise ConfigError(describe_missing(name))
     if name not in PRESETS:
-        likely = did_you_mean(name.lower(), PRESETS)
+        likely = did_you_mean(name.lower(), (*PRESETS, *LATENT_MODELS))
         raise ConfigError(f"{name!r} is no published geometry; there are {', '.join(PRESETS)}{likely}")
     return PRESETS[name]
 

@@ -83,7 +83,8 @@ class PipelineKeys(KeyGroup):
     )
     placement_timeout: PositiveSeconds = key(
         60.0,
-        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for it. "
+        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for it. A command does not wait "
+        "where all nodes together are too small. "
         "k8s writes 3600 into its overlays.",
         has_flag=False,
     )

@@ -25,7 +25,7 @@ from tramontane.proto.latent_geometry import LATENT_MODELS
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, resolve_model_args
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.proto.presets import PRESETS, preset, tiny_variant
 from tramontane.proto.request import SamplingParams
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
@@ -67,6 +67,13 @@ def test_what_cannot_be_planned_yet_is_described(name: str) -> None:
     total = LATENT_MODELS[name].num_parameters / 1e9
     with pytest.raises(CheckpointError, match=rf"{name} has {total:.1f} billion parameters, .* latent attention"):
         plan(name, "80GiB")
+    with pytest.raises(ConfigError, match=rf"{name} has {total:.1f} billion parameters"):
+        preset(name)
+    beginning = name.rpartition("-")[0]
+    with pytest.raises(CheckpointError, match=f"did you mean {name}"):
+        plan(beginning, "80GiB")
+    with pytest.raises(ConfigError, match=f"did you mean {name}"):
+        preset(beginning)
 
 
 def test_parameters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
