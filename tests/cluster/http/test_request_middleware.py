@@ -180,8 +180,8 @@ def test_tokens_are_those_of_prompts_and_give_the_text_back(text: str) -> None:
         ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "tokens"),
         ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
-        ("/detokenize", {"tokens": ["1"]}, "tokens.0"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": ["1"]}, "tokens[0]"),
         ("/detokenize", {"tokens": 1}, "tokens"),
     ],
 )
