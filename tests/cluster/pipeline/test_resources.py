@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -54,6 +55,7 @@ def test_where_there_is_room_nothing_is_missing() -> None:
     assert describe_shortage(_spec(), _cpus((2, 2))) == ""
     assert describe_shortage(_spec(), _cpus((1, 4), (1, 1))) == ""
     assert describe_shortage(_spec(2), _cpus((2, 2), (2, 2))) == ""
+    assert describe_shortage(_spec(), _cpus((2 - 1e-9, 2))) == "", "Ray's sums are rounded"
 
 
 def test_what_is_missing_is_named_with_its_holders_the_largest_first() -> None:
@@ -122,6 +124,11 @@ def test_what_only_ray_finds_is_an_error_too() -> None:
     )
 
 
+def test_an_error_names_the_options_that_the_pipeline_has() -> None:
+    with_experts: Any = SimpleNamespace(plan=SimpleNamespace(experts=object()))
+    assert resources._options(with_experts, 1) == "--stages, --expert-actors or --threads-per-stage"
+
+
 def test_tables_of_ray_become_nodes_and_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose supervisor lives is a pipeline; groups that wait hold nothing, and dead nodes have nothing."""
 
@@ -135,6 +142,7 @@ def test_tables_of_ray_become_nodes_and_holders(monkeypatch: pytest.MonkeyPatch)
         return {"name": name, "state": state, **ids}
 
     groups = [group("a", "CREATED", CPU=1.0), group("b", "PENDING", CPU=1.0), group("", "CREATED", CPU=2.0)]
+    groups += [group("c", "PREPARED", CPU=0.25), group("d", "RESCHEDULING", CPU=0.25), group("e", "REMOVED", CPU=1.0)]
     nodes = [
         {"NodeID": "0a", "Alive": True, "Resources": {"CPU": 5.0}},
         {"NodeID": "0b", "Alive": True, "Resources": {"CPU": 1.0}},
@@ -149,6 +157,8 @@ def test_tables_of_ray_become_nodes_and_holders(monkeypatch: pytest.MonkeyPatch)
     assert [(holder.label, holder.node_id, holder.held) for holder in found.holders if holder.held] == [
         ("pipeline a", "0a", {"CPU": 1.0}),
         ("placement group 01234567", "0a", {"CPU": 2.0}),
+        ("placement group c", "0a", {"CPU": 0.25}),
+        ("placement group d", "0a", {"CPU": 0.25}),
         ("actor Trainer", "0a", {"CPU": 1.5}),
     ]
 

@@ -198,12 +198,15 @@ def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPa
 def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 1 is not the command, though its command line may be the same."""
     lines = [(30, "ray::ProxyActor"), (20, "raylet"), (10, "python /bin/tramontane serve --port 8000")]
+    lines.append((5, "uv run tramontane serve --port 8000"))  # the one to be stopped
     processes = [
         SimpleNamespace(pid=pid, cmdline=line.split, name=lambda: "ray") for pid, line in (*lines, (1, "tini tramontane serve"))
     ]
     processes[0].parents = lambda: processes[1:]
     monkeypatch.setattr(ports, "find_listener", lambda _port: processes[0])
     monkeypatch.setattr(ports, "_describe_server", lambda _host, _port: "")
+    assert describe_listener("127.0.0.1", 9000) == "process 5, tramontane serve"
+    processes[3].cmdline = "bash".split
     assert describe_listener("127.0.0.1", 9000) == "process 10, tramontane serve"
     processes[2].cmdline = "bash".split
     assert describe_listener("127.0.0.1", 9000) == "process 30, ray"
