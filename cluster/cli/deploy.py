@@ -49,6 +49,11 @@ ModelHere = Annotated[
 THREADS_HELP = f"CPU threads of a stage. Default: {THREADS}, or 1 with --cpu."
 ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help=THREADS_HELP)]
 
+MACHINE_HELP = "The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits."
+Machine = Annotated[str | None, option("--machine", help=MACHINE_HELP, panel=MACHINES_THERE)]
+SSH_KEY_HELP = "local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray creates one."
+SshKey = Annotated[str | None, option("--ssh-key", help=SSH_KEY_HELP, panel=MACHINES_THERE)]
+
 
 @with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
 def k8s(
@@ -132,14 +137,7 @@ def cluster_yaml(
     model_path: Annotated[
         str | None, option("--model-path", help="The model's path there. Default: /models/NAME.", panel=MACHINES_THERE)
     ] = None,
-    machine: Annotated[
-        str | None,
-        option(
-            "--machine",
-            help="The cloud's machine type, with one GPU of --gpu-memory. Default: the smallest that fits.",
-            panel=MACHINES_THERE,
-        ),
-    ] = None,
+    machine: Machine = None,
     gpu_memory: Annotated[str | None, key_option("gpu_memory", help="Memory of each machine's GPU: 24GiB.")] = None,
     cpu: Annotated[bool, flag("--cpu", help="local: without GPUs; --gpu-memory is what each stage may use.")] = False,
     hosts: Annotated[
@@ -151,12 +149,7 @@ def cluster_yaml(
         str | None, option("--wheel", help="Tramontane's wheel: a path here, or a URL.", panel=MACHINES_THERE)
     ] = None,
     ssh_user: Annotated[str, option("--ssh-user", help="User of the machines.", panel=MACHINES_THERE)] = "ubuntu",
-    ssh_key: Annotated[
-        str | None,
-        option(
-            "--ssh-key", help="local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray creates one.", panel=MACHINES_THERE
-        ),
-    ] = None,
+    ssh_key: SshKey = None,
     out: Annotated[Path | None, option("--out", "-o", help="File to write. Default: standard output.")] = None,
 ) -> None:
     """Write a file for ray up: a cluster that serves a model, one machine for each stage."""

@@ -34,6 +34,9 @@ MAX_LENGTH_RATIO = 10  # of the longest request to the mean
 MAX_LENGTH = 100_000
 PLOTTED_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
 
+BATCHED_TOKENS_HELP = "Tokens in one micro-batch of our policy; the others have their own bounds."
+BatchedTokens = Annotated[int, key_option("max_num_batched_tokens", min=1, max=2**20, help=BATCHED_TOKENS_HELP)]
+
 
 def simulate(
     stages: Annotated[int, key_option("stages", min=1, max=64, help="Stages of the modelled pipeline.")] = 8,
@@ -49,15 +52,7 @@ def simulate(
     ] = None,
     burst: Annotated[int, option("--burst", min=1, max=100_000, help="Requests that arrive together.", panel=REQUESTS)] = 1,
     max_num_seqs: Annotated[int, key_option("max_num_seqs", min=1, max=2**14, help="Sequences admitted at once.")] = 128,
-    max_num_batched_tokens: Annotated[
-        int,
-        key_option(
-            "max_num_batched_tokens",
-            min=1,
-            max=2**20,
-            help="Tokens in one micro-batch of our policy; the others have their own bounds.",
-        ),
-    ] = 1024,
+    max_num_batched_tokens: BatchedTokens = 1024,
     itl_target_ms: Annotated[
         float | None, key_option("itl_target_ms", min=1e-3, help="Our policy's bound on the time between tokens. Default: none.")
     ] = None,
