@@ -87,7 +87,8 @@ async def run_chat(
         prompt = load_chat_template(config.model, tokenizer)
         head = (ChatMessage("system", system),) if system else ()
         prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
-        async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
+        config = config.single_pipeline().sized_for(1)  # one conversation, of any length
+        async with open_engine(config, display.report, show_loading=display.loading) as engine:
             display.stop()
             display.note_in_terminal(cache_note(engine.plan))
             if isinstance(messages, TerminalInput):

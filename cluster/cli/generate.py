@@ -15,7 +15,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import SAMPLING, Temperature, TopK, TopP, flags_of, load_config, option, with_options
-from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts, sampling_params
+from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts, sampling_params, sized_for_prompts
 from tramontane.cluster.console.run_summary import (
     Completion,
     ExpertIds,
@@ -79,7 +79,8 @@ async def run_generate(
         colors = TokenColors(show_experts, check_layer(config, show_experts))
         sampling = replace(sampling, return_experts=(show_experts,))
     tokenizer, prompt_ids = encode_prompts(config, prompts)
-    async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
+    config = sized_for_prompts(config.single_pipeline(), prompt_ids, sampling.max_tokens)
+    async with open_engine(config, display.report, show_loading=display.loading) as engine:
         ready_at = time.time()
         display.note_in_terminal(cache_note(engine.plan))
         devices = await engine.list_devices() if config.json_output else ()

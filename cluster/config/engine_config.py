@@ -64,6 +64,14 @@ class EngineConfig(
         """Return the configuration with one pipeline: the file may have been written for ``serve``."""
         return self.model_copy(update={"replicas": 1, "max_replicas": None})
 
+    def sized_for(self, num_seqs: int, length: int | None = None) -> Self:
+        """Return the configuration with no more cache than ``num_seqs`` sequences of ``length`` positions fill.
+
+        Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before.
+        """
+        sizes = {"max_num_seqs": min(self.max_num_seqs, num_seqs), "max_model_len": self.max_model_len or length}
+        return self.model_copy(update=sizes)
+
     @property
     def weights(self) -> WeightSource:
         """Where every stage gets its weights from."""

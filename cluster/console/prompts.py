@@ -67,3 +67,9 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
     if not prompts:
         raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
     return tokenizer, [encode_prompt(tokenizer, prompt.text, context, args.vocab_size, prompt.source) for prompt in prompts]
+
+
+def sized_for_prompts(config: EngineConfig, prompt_ids: list[tuple[int, ...]], max_tokens: int) -> EngineConfig:
+    """Return the configuration with the cache that these prompts and their answers can fill, no more."""
+    longest = max(map(len, prompt_ids)) + max_tokens
+    return config.sized_for(len(prompt_ids), min(longest, text_model_args(config).max_seq_len))

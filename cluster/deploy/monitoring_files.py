@@ -37,10 +37,12 @@ def monitoring_files(folder: Path, prometheus: str, grafana: str) -> dict[str, s
 
 
 def _prometheus(folder: Path) -> dict[str, Any]:
+    # A folder that Ray has not made yet cannot be watched for changes, so without an interval it would be read 5 minutes later.
+    nodes = {"files": [DISCOVERY_FILE], "refresh_interval": SCRAPE_INTERVAL}
     return {
         "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
         "rule_files": [str(folder / "alerts.yaml")],
-        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [{"files": [DISCOVERY_FILE]}]}],
+        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [nodes]}],
     }
 
 

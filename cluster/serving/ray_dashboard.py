@@ -21,7 +21,7 @@ def let_dashboard_show_stages() -> str:
     prometheus, grafana = os.environ.get(PROMETHEUS_HOST, PROMETHEUS), os.environ.get(GRAFANA_HOST, GRAFANA)
     problem = _missing_panels(prometheus.rstrip("/"), grafana.rstrip("/"))
     if not problem:
-        uid = os.environ.setdefault(UID, CORE_DASHBOARD_UID)
+        uid = os.environ[UID] = os.environ.get(UID) or CORE_DASHBOARD_UID  # an empty variable is as good as none
         problem = "" if uid == CORE_DASHBOARD_UID else f"{UID} names another dashboard, {uid!r}; unset it"
     return problem
 

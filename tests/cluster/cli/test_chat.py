@@ -24,6 +24,7 @@ from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import sanitize
 from tramontane.cluster.pipeline.engine import Engine, Report, open_engine
+from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.workers.model.transformer import StageModel
@@ -106,6 +107,13 @@ def test_answers_are_what_the_model_says_to_the_conversation(
         assert answer["text"] == "".join(map(decoder.push, tokens)) + decoder.finish()
         assert (answer["prompt_tokens"], answer["completion_tokens"]) == (len(ids), len(tokens))
         messages.append(ChatMessage("assistant", answer["text"]))
+
+
+def test_the_cache_is_for_one_conversation_of_any_length(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[PipelinePlan] = []
+    monkeypatch.setattr(chat_command, "cache_note", lambda plan: plans.append(plan) or "")
+    chat("The")
+    assert (plans[0].max_num_seqs, plans[0].max_model_len) == (1, ARGS.max_seq_len)
 
 
 def test_without_json_the_answers_alone_are_printed(chat: Chat) -> None:

@@ -17,12 +17,15 @@ from rich.console import Console
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
+from tramontane.cluster.cli import generate as generate_command
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.console import prompts
 from tramontane.cluster.console.display import STRIP_CONTROL, Display
 from tramontane.cluster.console.token_colors import TokenColors
 from tramontane.proto.model_folder import Layout
+from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 VOCAB = 300
@@ -88,6 +91,27 @@ def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(gen
     assert "stage" in got.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), (4, 0)),
+        (("--max-num-seqs", "2"), (2, 0)),
+        (("--max-model-len", "100"), (4, 100)),
+        (("--max-tokens", "5000"), (4, 128)),
+    ],
+)
+def test_the_cache_is_what_the_prompts_and_their_answers_can_fill(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, model: Path, flags: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    """Sequences and positions; 0 stands for the longest prompt with its answer."""
+    plans: list[PipelinePlan] = []
+    monkeypatch.setattr(generate_command, "cache_note", lambda plan: plans.append(plan) or "")
+    generate(*flags, *PROMPTS)
+    tokenizer = require_tokenizer(model, VOCAB)
+    longest = max(len(tokenizer.encode(prompt)) for prompt in PROMPTS)
+    assert (plans[0].max_num_seqs, plans[0].max_model_len) == (expected[0], expected[1] or longest + NUM_TOKENS)
+
+
 @pytest.mark.parametrize(("flags", "is_terminal", "is_shown"), [((), True, True), (("--json",), True, False), ((), False, False)])
 def test_in_a_terminal_a_line_about_the_cache_stays(
     generate: Generate, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], is_terminal: bool, is_shown: bool
@@ -97,7 +121,7 @@ def test_in_a_terminal_a_line_about_the_cache_stays(
         monkeypatch.setenv("FORCE_COLOR", "1")
     err = generate(*flags, "It").err
     cache = "of key/value cache per stage (--kv-cache-memory)"
-    line = rf"note: up to \S+ KiB {re.escape(cache)}, 128 positions per sequence \(--max-model-len\)\n"
+    line = rf"note: up to \S+ KiB {re.escape(cache)}, \d+ positions per sequence \(--max-model-len\)\n"
     assert (re.search(line, err) is not None) is is_shown
     assert is_terminal or cache in err
 

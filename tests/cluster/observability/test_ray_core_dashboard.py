@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from time import sleep
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from browser import LocalServer
 from dashboard_queries import metric_names
 from grafana_stub import GrafanaStub, interpolate
+from real_prometheus import PROMETHEUS, running_prometheus
+from serve_cluster import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -142,7 +146,29 @@ def test_prometheus_accepts_its_settings(written: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "10 rules found" in result.stdout + result.stderr
     (scrape,) = yaml.safe_load((written / "prometheus.yml").read_text())["scrape_configs"]
-    assert scrape["file_sd_configs"] == [{"files": ["/tmp/ray/prom_metrics_service_discovery.json"]}]
+    (nodes,) = scrape["file_sd_configs"]
+    assert nodes["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus")
+def test_prometheus_may_start_before_ray_has_made_its_folder(written: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load((written / "prometheus.yml").read_text())
+    nodes = tmp_path / "ray" / "nodes.json"
+    settings["scrape_configs"][0]["file_sd_configs"][0]["files"] = [str(nodes)]
+    with running_prometheus(tmp_path, settings, free_port()) as client:
+        while not _answers(client, "/-/ready"):
+            sleep(0.1)
+        nodes.parent.mkdir()
+        nodes.write_text(json.dumps([{"labels": {"job": "ray"}, "targets": ["127.0.0.1:1"]}]), encoding="utf-8")
+        while not client.get("/api/v1/targets").json()["data"]["activeTargets"]:
+            sleep(0.1)  # until pytest's own timeout
+
+
+def _answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_files_are_written_again_but_none_of_others(written: Path, tmp_path: Path) -> None:
@@ -213,9 +239,11 @@ def test_what_the_dashboard_cannot_show_is_said(monkeypatch: pytest.MonkeyPatch,
         assert let_dashboard_show_stages().startswith("no Prometheus answers at http://127.0.0.1:1 (RAY_PROMETHEUS_HOST); ")
 
 
-def test_the_dashboard_of_grafana_is_embedded_where_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", "x")
-    monkeypatch.delenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID")
+@pytest.mark.parametrize("uid", [None, ""])
+def test_the_dashboard_of_grafana_is_embedded_where_it_is_ours(monkeypatch: pytest.MonkeyPatch, uid: str | None) -> None:
+    monkeypatch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", uid or "")
+    if uid is None:
+        monkeypatch.delenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID")
     with (
         _server({"/api/v1/query": {}}) as prometheus,
         _server({"/api/health": {}, DASHBOARD_PATH: {"dashboard": core_dashboard()}}) as url,

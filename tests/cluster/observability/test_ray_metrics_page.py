@@ -64,6 +64,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
             patch.setenv(name, value)
         patch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", "")
         while problem := let_dashboard_show_stages():
+            assert problem.startswith("no Prometheus answers")
             assert "Grafana" not in problem
             sleep(0.1)  # until Prometheus has started
         patch.setenv("RAY_GRAFANA_DEFAULT_DASHBOARD_UID", CORE_DASHBOARD_UID)
