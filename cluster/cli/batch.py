@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ RATE_WINDOW_S = 60.0
 MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as submit and list print it.")]
+ENDPOINT_HELP = f"Endpoint of the requests: {' or '.join(get_args(Endpoint))}."
 STANDARD_OUTPUT = "-"
 RESULTS_MARK = '{"id": "batch_req_'  # the first bytes of a file of results
 
@@ -43,7 +44,7 @@ def _client(url: str, key: str | None, key_file: Path | None) -> Iterator[BatchC
 @batch.command(cls=PlainCommand)
 def submit(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file, in the format of OpenAI's batches.")],
-    endpoint: Annotated[Endpoint, option("--endpoint", help="Endpoint of the requests.")] = "/v1/completions",
+    endpoint: Annotated[Endpoint, option("--endpoint", help=ENDPOINT_HELP, metavar="PATH")] = "/v1/completions",
     any_order: Annotated[bool, flag("--any-order", help="Write results as they are ready, not in the order of input.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,

@@ -477,13 +477,18 @@ def test_help_shows_no_type_of_a_switch(words: tuple[str, ...]) -> None:
         ("plan", {"dtype": "auto|bfloat16|float16|float32", "quantize": "int8|w8a8|fp8", "expert-replicas": "N|auto"}),
         ("serve", {"link": "object-store|direct", "log-format": "text|json", "log-level": "debug|info|warning|error"}),
         ("make-random", {"scale": "full|small", "layout": "hf|mistral"}),
-        ("batch submit", {"endpoint": "/v1/completions|/v1/chat/completions"}),
     ],
 )
 def test_help_shows_the_choices_of_an_option(words: str, choices: dict[str, str]) -> None:
     shown = CliRunner().invoke(cli.app, [*words.split(), "--help"], env={"COLUMNS": "200"}).stdout
     found = dict(re.findall(r"--([a-z-]+) +<?([^ >]+)>? ", shown.partition("Examples:")[0]))
     assert {name: found[name] for name in choices} == choices
+
+
+def test_help_names_the_endpoints_of_batch_jobs_in_words() -> None:  # too long for one line of the column of names
+    shown = CliRunner().invoke(cli.app, ["batch", "submit", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "--endpoint PATH " in shown
+    assert "Endpoint of the requests: /v1/completions or /v1/chat/completions. [default: /v1/completions]" in shown
 
 
 def test_help_and_documentation_have_the_same_defaults_of_sampling_as_the_code() -> None:

@@ -4,13 +4,16 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.commands import PlainCommand
 from tramontane.cluster.console.examples import EXAMPLES, MAX_WIDTH
 from tramontane.cluster.console.options import given_keys
 
@@ -41,7 +44,7 @@ SHOWN = [(name, example) for name, examples in EXAMPLES.items() for example in e
 
 
 def _help(name: str) -> str:
-    result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(cli.app, [*name.split(), "--help"])
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, [*name.split(), "--help"])
     assert result.exit_code == 0
     return result.stdout
 
@@ -55,6 +58,34 @@ def test_a_command_with_many_options_has_them_in_titled_groups(name: str) -> Non
     if len(options) >= MANY:
         assert titles
         assert len([each for each in options if each.rich_help_panel is None]) <= MAX_UNTITLED
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_names_and_values_of_options_are_whole_in_80_columns(name: str) -> None:
+    shown = _help(name)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    command = COMMANDS[name] if name else typer.main.get_command(cli.app)
+    options = [each for each in command.params if isinstance(each, TyperOption)]
+    names = {each for option in options for each in (*option.opts, *option.secondary_opts)}
+    values = {word for option in options for word in (option.metavar or "").split()}
+    assert (names | values | {"--help"}) <= set(shown.split())
+
+
+def test_a_range_follows_the_type_of_its_number() -> None:
+    shown = _help("simulate")
+    assert "--stages <int> [1<=x<=64] " in shown
+    assert "--request-rate <float> [x>=1e-06] " in shown
+    assert "--url <str> " in _help("batch submit")
+
+
+def test_a_range_without_a_lower_bound() -> None:
+    app = typer.Typer()
+
+    @app.command(cls=PlainCommand)
+    def run(share: Annotated[int, typer.Option(max=3)] = 1) -> None: ...
+
+    assert "--share <int> [x<=3] " in CliRunner().invoke(app, ["--help"]).stdout
 
 
 def test_every_command_of_the_program_has_an_example() -> None:
