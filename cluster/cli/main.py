@@ -149,11 +149,17 @@ def _usage_error(error: typer.TyperException) -> str:
         return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
     message = error.format_message()
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's class of unknown options is private
-        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or ())}"
+        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, _shown_options(error))}"
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message
     return f"{message.rstrip('.')}; see {context.command_path} --help"
+
+
+def _shown_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class of unknown options is private
+    """Return those similar options that the help of the command shows."""
+    hidden = {name for option in error.ctx.command.params if option.hidden for name in (*option.opts, *option.secondary_opts)}
+    return [name for name in error.possibilities or () if name not in hidden]
 
 
 def _discard_output() -> None:

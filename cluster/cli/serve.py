@@ -11,7 +11,7 @@ from ray import serve as ray_serve
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys
 from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.options import flag, flags_of, load_config, option, with_options
+from tramontane.cluster.console.options import flag, flags_of, key_option, load_config, option, with_options
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION, DRAIN_S
@@ -23,6 +23,7 @@ from tramontane.proto.errors import ConfigError, PipelineError
 def serve(
     context: typer.Context,
     json: Annotated[bool | None, flag("--json", help="Print the line that reports readiness as JSON.")] = None,
+    local: Annotated[bool | None, key_option("local", hidden=True)] = None,  # refused, and --no-local overrides a file
 ) -> None:
     """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
     display = Display(live=False)

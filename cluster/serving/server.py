@@ -89,6 +89,11 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
 
     Raises UserError before anything is started if something cannot work.
     """
+    if config.local:
+        raise ConfigError(
+            "serve always runs on a Ray cluster, so --local cannot be used with it; leave that out, or use generate, chat or "
+            "bench, which can run in one process"
+        )
     config.logs.to_stderr_with_serve("command")
     if config.log_format == "json":
         report, show_loading = _log_progress, lambda _: None
@@ -99,8 +104,6 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
             f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
             "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
         )
-    if config.local:
-        raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
     cluster = _own_cluster if config.address is None else _joined_cluster

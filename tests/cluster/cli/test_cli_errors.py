@@ -145,12 +145,33 @@ def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
         (["batch"], "Missing command; see tramontane batch --help"),
         (["batch", "status"], "Missing argument 'ID'; see tramontane batch status --help"),
         (["chat", "hello"], "Got unexpected extra argument(s) (hello); see tramontane chat --help"),
-        (["serve", "--local"], "No such option: --local; see tramontane serve --help"),
+        (["serve", "--locale"], "No such option: --locale; did you mean --log-level?; see tramontane serve --help"),
+        (["serve", "--no-locale"], "No such option: --no-locale; see tramontane serve --help"),
+        (["drain", "--local"], "No such option: --local; see tramontane drain --help"),
         (["plan", "--model"], "Option '--model' requires an argument."),
     ],
 )
 def test_a_wrong_command_line_is_answered_with_where_to_look(refused: Refused, arguments: list[str], message: str) -> None:
     assert refused(*arguments) == message
+
+
+NEVER_LOCAL = (
+    "serve always runs on a Ray cluster, so {} cannot be used with it; leave that out, or use generate, chat or bench, which "
+    "can run in one process"
+)
+
+
+def test_serve_is_never_local(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it was given. A file for other commands may have it, and --no-local overrides that."""
+    file = tmp_path / "file.yaml"
+    file.write_text("local: true\n")
+    assert refused("serve", "--local") == NEVER_LOCAL.format("--local")
+    assert refused("serve", "--config", file) == NEVER_LOCAL.format(f"local (in {file})")
+    configs = list[EngineConfig]()
+    monkeypatch.setattr("tramontane.cluster.cli.serve.run_server", lambda config, *_: configs.append(config))
+    assert CliRunner().invoke(cli.app, ["serve", "--config", str(file), "--no-local"]).exit_code == 0
+    assert [config.local for config in configs] == [False]
+    assert not re.search("--(no-)?local", CliRunner().invoke(cli.app, ["serve", "--help"]).stdout)
 
 
 @pytest.mark.parametrize("words", [(), ("plan",), ("batch",), ("batch", "list")], ids=" ".join)

@@ -51,7 +51,7 @@ def _help(name: str) -> str:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_with_many_options_has_them_in_titled_groups(name: str) -> None:
-    options = [each for each in COMMANDS[name].params if each.opts[0].startswith("-")]
+    options = [each for each in COMMANDS[name].params if each.opts[0].startswith("-") and not each.hidden]
     titles = {each.rich_help_panel for each in options} - {None}
     assert titles >= GROUPS.get(name, set())
     assert all(f"─ {title} ─" in _help(name) for title in titles)
@@ -66,7 +66,7 @@ def test_names_and_values_of_options_are_whole_in_80_columns(name: str) -> None:
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     command = COMMANDS[name] if name else typer.main.get_command(cli.app)
-    options = [each for each in command.params if isinstance(each, TyperOption)]
+    options = [each for each in command.params if isinstance(each, TyperOption) and not each.hidden]
     names = {each for option in options for each in (*option.opts, *option.secondary_opts)}
     values = {word for option in options for word in (option.metavar or "").split()}
     assert (names | values | {"--help"}) <= set(shown.split())
