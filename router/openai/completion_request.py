@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.body_bounds import check_elements
-from tramontane.router.openai.errors import describe_json_error, describe_value
+from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, index_of_form
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
 from tramontane.router.structured.grammar import RequestModel, ResponseFormat
 
@@ -182,12 +182,12 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _to_parameter_error(error, kind.model_fields) from None
+        raise _to_parameter_error(error, kind) from None
     except RecursionError:
         raise ParameterError("the body is nested too deeply") from None
 
 
-def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> ParameterError:
+def _to_parameter_error(error: ValidationError, kind: type[BaseModel]) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body, too many to describe")
     problem, *others = error.errors(include_url=False)
@@ -200,9 +200,9 @@ def _to_parameter_error(error: ValidationError, known: Iterable[str]) -> Paramet
         case "missing" | "union_tag_not_found":
             return ParameterError(f"{name} is missing{_misspelling(problem, others)}", name)
         case "extra_forbidden":
-            return ParameterError(
-                f"{name} is not a parameter of this endpoint{did_you_mean(name, known if len(_path(problem)) == 1 else ())}", name
-            )
+            *place, unknown = problem["loc"]
+            likely = did_you_mean(_printable_name(str(unknown)), fields_at(kind, place))
+            return ParameterError(f"{name} is not a parameter of this endpoint{likely}", name)
         case "value_error":
             return ParameterError(f"{name}: {problem['ctx']['error']}", name)
         case "union_tag_invalid":
@@ -222,16 +222,12 @@ def _misspelling(missing: ErrorDetails, others: Iterable[ErrorDetails]) -> str:
 
 
 def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """Return where the problem is in the client's JSON.
-
-    Pydantic puts the role of a message after its index, ("messages", 0, "user", "content"), and leaves out the field that it
-    is chosen by. After tool_choice it puts the form that was chosen.
-    """
+    """Return where the problem is in the client's JSON, with the field that a message is chosen by, which pydantic leaves out."""
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
         return (*path, problem["ctx"]["discriminator"].strip("'"))
-    chosen = {"messages": 2, "tool_choice": 1}.get(str(path[0])) if path else None
-    return path if chosen is None else (*path[:chosen], *path[chosen + 1 :])
+    form = index_of_form(path)
+    return path if form is None else (*path[:form], *path[form + 1 :])
 
 
 def _tag(problem: ErrorDetails) -> Any:  # noqa: ANN401

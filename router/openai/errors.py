@@ -1,10 +1,13 @@
 """Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs; what pydantic finds, in our words."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
+
+from pydantic import BaseModel
 
 from tramontane.proto import errors
 from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
@@ -101,6 +104,56 @@ def describe_value(name: str, shown: str, problem: Mapping[str, Any]) -> str:
         return f"{name} is {shown}; this value is not allowed here, see /docs"
     context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in problem.get("ctx", {}).items()}
     return f"{name} is {shown}; it must be {expected.format(**context)}"
+
+
+def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
+    """Return the fields that an object at a place of the client's JSON has; none if there may be one of several objects.
+
+    Args:
+        kind: The model of the body.
+        place: As in pydantic's errors, with the chosen form of messages and ``tool_choice``: ("messages", 0, "user").
+    """
+    shapes = list(_shapes(kind, _schema(kind)))
+    for index, part in enumerate(place):
+        if index == index_of_form(place):
+            shapes = [shape for shape in shapes if part in _constants(shape)]
+        else:
+            is_item = isinstance(part, int)
+            found = [each.get("items", {}) if is_item else each.get("properties", {}).get(part, {}) for each in shapes]
+            shapes = [shape for each in found for shape in _shapes(kind, each)]
+    objects = [shape["properties"] for shape in shapes if "properties" in shape]
+    return list(objects[0]) if len(objects) == 1 else []
+
+
+def index_of_form(place: Sequence[str | int]) -> int | None:
+    """Return where in a place pydantic has the form that was chosen, which is not in the client's JSON; None: nowhere.
+
+    It puts the role of a message after its index, ("messages", 0, "user", "content"), and after ``tool_choice`` its form.
+    """
+    return {"messages": 2, "tool_choice": 1}.get(str(place[0])) if place else None
+
+
+@cache
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema()
+
+
+def _shapes(kind: type[BaseModel], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the alternatives of a schema, without references."""
+    if "$ref" in schema:
+        schema = _schema(kind)["$defs"][schema["$ref"].rpartition("/")[2]]
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    if "properties" in schema or not alternatives:
+        yield schema
+    else:
+        for each in alternatives:
+            yield from _shapes(kind, each)
+
+
+def _constants(shape: dict[str, Any]) -> Iterator[Any]:
+    """Yield the values of fields that have only these: the role of a message."""
+    for field in shape.get("properties", {}).values():
+        yield from (field["const"],) if "const" in field else field.get("enum", ())
 
 
 # What is wrong with a text that is not JSON, by the beginning of the parser's message.

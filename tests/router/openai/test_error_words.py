@@ -14,7 +14,7 @@ from tramontane.router.batch.input_lines import InputLine, parse_line
 from tramontane.router.batch.schema import BatchRequest
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest, parse_body
-from tramontane.router.openai.errors import describe_json_error, describe_value
+from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 SAMPLING: dict[str, Any] = {
@@ -169,6 +169,56 @@ def test_a_wrong_value_is_named_with_what_it_must_be(kind: type[BaseModel], chan
         parse_body(kind, json.dumps(REQUESTS[kind] | changes).encode())
     assert str(refused.value).startswith(message)
     assert refused.value.parameter == message.split(" ")[0].rstrip(":")
+
+
+CLIENTS_OWN = {
+    "schema",
+    "parameters",
+    "logit_bias",
+    "metadata",
+    "content",
+}  # objects without fields of ours; content has other words
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_misspelt_field_gets_the_field_of_its_place(kind: type[BaseModel]) -> None:
+    """At every place of every request."""
+    for path in _paths(REQUESTS[kind]):
+        owner: Any = REQUESTS[kind]
+        for key in path:
+            owner = owner[key]
+        for field in owner if isinstance(owner, dict) and CLIENTS_OWN.isdisjoint(path) else ():
+            name = _as_openai_writes((*path, f"{field}_x"))
+            with pytest.raises(ParameterError) as refused:
+                parse_body(kind, json.dumps(_with(REQUESTS[kind], path, owner | {f"{field}_x": 1})).encode())
+            if len(field) > 1:
+                assert str(refused.value) == f"{name} is not a parameter of this endpoint; did you mean {field}?"
+            assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "name"),
+    [
+        (ChatRequest, {"stream_options": {"temperatur": 1}}, "stream_options.temperatur"),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a", "tool_call": 1}]}, "messages[0].tool_call"),
+        (ChatRequest, {"tool_choice": TOOL | {"function": {"name": "f"}, "nam": 1}}, "tool_choice.nam"),
+        (ChatRequest, {"tool_choice": TOOL | {"function": {"name": "f", "typ": 1}}}, "tool_choice.function.typ"),
+        (ChatRequest, {"tools": [TOOL | {"parameter": {}}]}, "tools[0].parameter"),
+        (TokenizeRequest, {"temperatur": 1}, "temperatur"),
+    ],
+)
+def test_what_is_not_at_a_place_is_not_suggested_there(kind: type[BaseModel], changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ParameterError) as refused:
+        parse_body(kind, json.dumps(REQUESTS[kind] | changes).encode())
+    assert str(refused.value) == f"{name} is not a parameter of this endpoint"
+
+
+def test_of_one_of_several_objects_no_field_is_certain() -> None:
+    """Of messages without their role."""
+    assert fields_at(ChatRequest, ("messages", 0)) == []
+    assert fields_at(ChatRequest, ("messages", 0, "system")) == fields_at(ChatRequest, ("messages", 0, "developer"))
+    assert "tool_call_id" in fields_at(ChatRequest, ("messages", 0, "tool"))
+    assert fields_at(ChatRequest, ("logit_bias",)) == []
 
 
 def test_a_kind_of_error_that_is_not_known_is_not_described_in_other_words_than_ours() -> None:
