@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tramontane.cluster.config.engine_keys import DEMO_MODEL, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, describe_wrong_value, keys_with
 from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
@@ -142,6 +143,7 @@ class EngineConfig(
             )
 
 
+STAGE_TIME_KEYS = tuple(field.name for field in fields(StageTime))  # the only keys that are inside the value of another
 PIPELINE_KEYS = keys_with(EngineConfig, defines_pipeline=True)
 CLI_ONLY_KEYS = keys_with(EngineConfig, in_serve_config=False)
 
@@ -174,14 +176,14 @@ class ConfigFile:
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
         """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in file.yaml) is 9``.
 
-        An option that was given as a flag keeps its dashes.
+        ``--measured[0].last`` becomes ``measured[0].last (in file.yaml)``. An option that was given as a flag keeps its dashes.
         """
 
         def name(option: re.Match[str]) -> str:
             key = option[1].replace("-", "_")
-            return f"{key} (in {self.path})" if key in self.keys.keys() - _given(flags).keys() else option[0]
+            return f"{key}{option[2]} (in {self.path})" if key in self.keys.keys() - _given(flags).keys() else option[0]
 
-        return re.sub(r"--([a-z][a-z-]*)", name, message)
+        return re.sub(r"--([a-z][a-z-]*)((?:\[\d+\]|\.\w+)*)", name, message)
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +202,16 @@ def _position(error: yaml.MarkedYAMLError) -> str:
 
 
 def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
-    name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+    first, *inner = problem["loc"]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+    name = f"--{str(first).replace('_', '-')}{path}"
     if problem["type"] == "extra_forbidden":
-        return f"{problem['loc'][0]} is not a key of the configuration{_hint(str(problem['loc'][0]))}"
-    if problem["loc"][0] in SECRETS:
+        return f"{first} is not a key of the configuration{_hint(str(first))}"
+    if first in SECRETS:
         return f"{name} must be a text that is not empty"
+    if problem["type"] == "unexpected_keyword_argument":
+        hint = did_you_mean(str(inner[-1]), STAGE_TIME_KEYS) or f"; its keys are {', '.join(STAGE_TIME_KEYS)}"
+        return f"{name} is not a key of a stage's time{hint}"
+    if problem["type"] == "missing":
+        return f"{name} is missing"
     return describe_wrong_value(name, problem)

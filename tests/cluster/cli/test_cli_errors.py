@@ -201,6 +201,16 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
         ("kv_cache_memory: much\n", ["kv_cache_memory (in ", "file.yaml) is 'much'; it must be a size"]),
         ("model: [a, b]\n", ["model (in "]),
         ("local: true\naddress: auto\n", ["local (in ", "address (in "]),
+        (
+            "measured: [{first: 0, last: 1, busy: 1}, {first: 2, lst: 3, busy: 1}]\n",
+            ["measured[1].last (in ", "file.yaml) is missing; measured[1].lst (in ", "a stage's time; did you mean last?"],
+        ),
+        (
+            "measured: [{first: 0, last: 1, busy: 1, stages: 2}]\n",
+            ["measured[0].stages (in ", "; its keys are first, last, busy"],
+        ),
+        ("measured: [{first: 0, last: 1, busy: x}]\n", ["measured[0].busy (in ", "file.yaml) is 'x'; it must be a number"]),
+        ("expert_load: [[1, x]]\n", ["expert_load[0][1] (in ", "file.yaml) is 'x'; it must be a whole number"]),
         (b"\xff\xfe\xfa", ["file.yaml", "not valid YAML"]),
     ],
 )
