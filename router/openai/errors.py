@@ -71,7 +71,6 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "bool_type": "true or false",
         "string_type": "a text",
         "string_unicode": "valid Unicode",
-        "string_too_short": "a text of at least {min_length} characters",
         "string_too_long": "a text of at most {max_length} characters",
         "string_pattern_mismatch": "a text that matches {pattern}",
         "list_type": "a list",

@@ -45,6 +45,11 @@ def folders(tmp_path: Path) -> Folders:
     return folders
 
 
+def test_each_of_several_folders_may_be_read(folders: Folders) -> None:
+    prefixes = [folders.prefix, f"file://{folders.outside}"]
+    assert [asyncio.run(_read(f"{prefix}/sub/a", *prefixes)) for prefix in prefixes] == [b"hello", SECRET]
+
+
 def _swap_file(folders: Folders) -> None:
     (folders.inside / "sub" / "a").unlink()
     (folders.inside / "sub" / "a").symlink_to(folders.outside / "sub" / "a")
