@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["--stages", "99"], "error: --stages is 99"),
         (["--model", str(tmp_path)], "error: "),
         (["--replicas", "0"], "error: --replicas is "),
-        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 is not available"),
+        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 is no address, and no name of one; give an address of this machine"),
         (["--host", ""], "error: --host is ''"),
         (["--served-model-name", ""], "error: --served-model-name is ''"),
         (["--served-model-name", "a,,b"], "error: --served-model-name is 'a,,b'; it must be names, all different, with commas"),

@@ -2,8 +2,10 @@
 
 import json
 import re
+import socket
 import time
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 import httpx
@@ -15,14 +17,52 @@ RUNNING_SERVER = re.compile(r"tramontane\S* serve\b")  # a command line
 ROOT_KEYS = {"ui", "docs", "openapi", "health"}  # of what our servers answer at /
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # hosts that are all interfaces, and where to ask then
 
+Address = IPv4Address | IPv6Address
 
-def find_listener(port: int) -> psutil.Process | None:
-    """Return the process that listens at a port; None if that cannot be seen, as of another user's."""
+
+def find_listener(host: str, port: int) -> psutil.Process | None:
+    """Return the process that listens where we would; None if that cannot be seen, as of another user's.
+
+    Several may listen at the port, at other addresses: that at 127.0.0.2 does not keep us from 127.0.0.1, those at 127.0.0.1 and
+    at all addresses do. The nearest is returned.
+    """
+    ours = _resolve(host, port)
     with suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                return psutil.Process(connection.pid)
+        held = [
+            (_distance(ours, _as_address(address)), connection.pid)
+            for connection in psutil.net_connections("tcp")
+            for address in connection.laddr[:1]
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid
+        ]
+        if near := [(distance, pid) for distance, pid in held if distance is not None]:
+            return psutil.Process(min(near)[1])
     return None
+
+
+def _resolve(host: str, port: int) -> Address | None:
+    """Return the address of a host; None for a name without one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError, UnicodeError):
+        return _as_address(str(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4][0]))
+    return None
+
+
+def _as_address(text: str) -> Address:
+    """Return an address, ``::ffff:127.0.0.1`` as 127.0.0.1."""
+    address = ip_address(text)
+    return (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
+
+
+def _distance(ours: Address | None, theirs: Address) -> int | None:
+    """Return 0 for the same address and more for all addresses; None if both may be listened at. ``::`` takes IPv4 along."""
+    if ours == theirs:
+        return 0
+    if ours is None:
+        return None
+    wide, narrow = (theirs, ours) if theirs.is_unspecified else (ours, theirs)
+    if wide.version == narrow.version:
+        return 1 if wide.is_unspecified else None
+    return 2 if IPv6Address(0) in (ours, theirs) else None
 
 
 def with_parents(process: psutil.Process) -> list[tuple[int, str]]:
@@ -32,15 +72,15 @@ def with_parents(process: psutil.Process) -> list[tuple[int, str]]:
 
 def describe_listener(host: str, port: int) -> str:
     """Return what listens, for messages: ``Tramontane 0.2.0, which serves demo (process 17)``, or ``process 17 (nginx)``."""
-    server, process = _describe_server(host, port), _describe_process(port)
+    server, process = _describe_server(host, port), _describe_process(host, port)
     if not server:
         return process or "another process, which cannot be seen from here"
     return f"{server} ({process})" if process else server
 
 
-def _describe_process(port: int) -> str:
+def _describe_process(host: str, port: int) -> str:
     with suppress(psutil.Error):
-        if (process := find_listener(port)) is not None:
+        if (process := find_listener(host, port)) is not None:
             servers = [pid for pid, line in with_parents(process) if RUNNING_SERVER.search(line)]
             return f"process {servers[-1]}, tramontane serve" if servers else f"process {process.pid}, {process.name()}"
     return ""

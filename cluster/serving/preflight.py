@@ -83,7 +83,7 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
     is_reported = False
     while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        if not (in_use and _may_be_released(port)) or time.monotonic() > deadline:
+        if not (in_use and _may_be_released(host, port)) or time.monotonic() > deadline:
             raise ConfigError(_describe_unavailable(host, port, flag, error)) from error
         if not is_reported:
             report(f"waiting up to {PORT_TIMEOUT_S:.0f} s for {flag} {port}, which another process still has")
@@ -94,17 +94,28 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
 def _describe_unavailable(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"{flag} {port} is in use by {describe_listener(host, port)}; choose another {flag}, or stop that first"
-    return f"--host {host} {flag} {port} is not available: {error}; choose another {flag} or --host"
+    match error:
+        case UnicodeError() | socket.gaierror():
+            return f"--host {host} is no address, and no name of one; give an address of this machine, such as 127.0.0.1"
+        case OSError(errno=errno.EADDRNOTAVAIL):
+            return f"--host {host} is not an address of this machine; give one that is, or 0.0.0.0 for all of them"
+        case OSError(errno=errno.EAFNOSUPPORT):
+            return f"--host {host} is an IPv6 address, and this machine has no IPv6; give an IPv4 address"
+        case OSError(errno=errno.EACCES | errno.EPERM):
+            return f"{flag} {port} is for root alone on this machine, as low numbers are; choose a higher {flag}"
+        case _:
+            code = errno.errorcode.get(error.errno or 0, "no code")
+            return f"--host {host} {flag} {port} cannot be opened ({code}); choose another {flag} or --host"
 
 
-def _may_be_released(port: int) -> bool:
+def _may_be_released(host: str, port: int) -> bool:
     """Return False if another program than Ray listens, or the cluster of a ``tramontane serve`` that is running.
 
     Process 1 does not count: it is the parent of what a killed server left, and in a container its command line is often the
     server's, such as ``tini -- tramontane serve``.
     """
     with suppress(psutil.Error):
-        if (process := find_listener(port)) is not None:
+        if (process := find_listener(host, port)) is not None:
             titles = [line for _, line in with_parents(process)]
             is_ray = any(title.startswith("ray::") or "raylet" in title for title in titles)
             return is_ray and not any(RUNNING_SERVER.search(title) for title in titles)

@@ -1,5 +1,6 @@
 """Which gRPC peers are on this machine, and what ports there are to have."""
 
+import errno
 import os
 import socket
 from contextlib import nullcontext, suppress
@@ -62,7 +63,7 @@ def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_b
                 held.close()
 
         monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
-        monkeypatch.setattr(serve_checks, "_may_be_released", lambda _port: True)
+        monkeypatch.setattr(serve_checks, "_may_be_released", lambda *_: True)
         with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} is in use by "):
             check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
     assert reports == [f"waiting up to 15 s for --port {port}, which another process still has"]
@@ -98,13 +99,43 @@ def test_the_cluster_of_a_killed_server_is_waited_for_and_no_other(
     listens = SimpleNamespace(status="LISTEN", laddr=("127.0.0.1", 8000), pid=pid)
     seen = {"net_connections": lambda _kind: [listens], "Process": lambda _pid: processes[0]}
     monkeypatch.setattr(ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
-    assert serve_checks._may_be_released(8000) is is_waited_for
+    assert serve_checks._may_be_released("127.0.0.1", 8000) is is_waited_for
 
 
-def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errno.EADDRNOTAVAIL, "--host h is not an address of this machine; give one that is, or 0.0.0.0 for all of them"),
+        (errno.EAFNOSUPPORT, "--host h is an IPv6 address, and this machine has no IPv6; give an IPv4 address"),
+        (errno.EACCES, "--port 80 is for root alone on this machine, as low numbers are; choose a higher --port"),
+        (errno.EPERM, "--port 80 is for root alone on this machine, as low numbers are; choose a higher --port"),
+        (errno.ENOBUFS, "--host h --port 80 cannot be opened (ENOBUFS); choose another --port or --host"),
+        (None, "--host h --port 80 cannot be opened (no code); choose another --port or --host"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_described_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, error: int | None, message: str
+) -> None:
+    """Without the system's own words."""
     monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    with pytest.raises(ConfigError, match="is not available"):
-        check_ports(EngineConfig(host="192.0.2.1"), pytest.fail)
+    monkeypatch.setattr(serve_checks, "_bind_error", lambda *_: OSError(error, os.strerror(error)) if error else OSError())
+    with pytest.raises(ConfigError) as refused:
+        check_ports(EngineConfig(host="h", port=80, grpc_port=0), pytest.fail)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine; give one that is, or 0.0.0.0 for all of them"),
+        ("x" * 64, f"--host {'x' * 64} is no address, and no name of one; give an address of this machine, such as 127.0.0.1"),
+        ("::x", "--host ::x is no address, and no name of one; give an address of this machine, such as 127.0.0.1"),
+    ],
+)
+def test_a_host_that_is_not_here_is_refused_by_the_system(host: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_ports(EngineConfig(host=host, grpc_port=0), pytest.fail)
+    assert str(refused.value) == message
 
 
 # ---- what has a port
@@ -133,21 +164,21 @@ def _answers(monkeypatch: pytest.MonkeyPatch, key: str = "", root: object = OURS
 
 def test_a_server_of_ours_is_named_with_its_version_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     _answers(monkeypatch)
-    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane 0.9.1, which serves tiny"
     assert describe_listener("::", 8000) == "Tramontane 0.9.1, which serves tiny"
 
 
 def test_a_server_that_asks_for_a_key_is_named_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     _answers(monkeypatch, key="k")
-    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "Tramontane, which asks for an API key"
 
 
 @pytest.mark.parametrize("root", [{"detail": "Not Found"}, ["ui"], "ui"])
 def test_another_server_with_a_version_and_models_is_not_ours(monkeypatch: pytest.MonkeyPatch, root: object) -> None:
     _answers(monkeypatch, root=root)
-    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     assert describe_listener("127.0.0.1", 8000) == "another process, which cannot be seen from here"
 
 
@@ -190,7 +221,7 @@ def test_an_answer_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ports, "find_listener", lambda _port: None)
+    monkeypatch.setattr(ports, "find_listener", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as held:
         assert describe_listener("127.0.0.1", held.getsockname()[1]) == "another process, which cannot be seen from here"
 
@@ -203,7 +234,7 @@ def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_comman
         SimpleNamespace(pid=pid, cmdline=line.split, name=lambda: "ray") for pid, line in (*lines, (1, "tini tramontane serve"))
     ]
     processes[0].parents = lambda: processes[1:]
-    monkeypatch.setattr(ports, "find_listener", lambda _port: processes[0])
+    monkeypatch.setattr(ports, "find_listener", lambda *_: processes[0])
     monkeypatch.setattr(ports, "_describe_server", lambda _host, _port: "")
     assert describe_listener("127.0.0.1", 9000) == "process 5, tramontane serve"
     processes[3].cmdline = "bash".split
@@ -212,12 +243,64 @@ def test_a_server_whose_port_another_of_its_processes_has_is_named_by_its_comman
     assert describe_listener("127.0.0.1", 9000) == "process 30, ray"
 
 
+# Of two listeners at one port, at the first address and at the second, which one keeps a host from it.
+TWO_LISTENERS = {
+    ("127.0.0.1", "127.0.0.2", "127.0.0.1"): 2,
+    ("127.0.0.1", "127.0.0.2", "127.0.0.3"): None,
+    ("127.0.0.1", "127.0.0.2", "0.0.0.0"): 2,
+    ("127.0.0.1", "0.0.0.0", "127.0.0.1"): 2,
+    ("127.0.0.1", "::", "127.0.0.1"): 2,  # the first may be an IPv6 listener that leaves IPv4 alone
+    ("127.0.0.1", "::", "127.0.0.2"): 1,
+    ("127.0.0.1", "0.0.0.0", "::1"): 1,
+    ("127.0.0.1", "::1", "127.0.0.1"): 2,
+    ("127.0.0.1", "::ffff:127.0.0.1", "::1"): 1,
+    ("::ffff:127.0.0.1", "127.0.0.1", "::"): 1,
+    ("0.0.0.0", "127.0.0.2", "127.0.0.1"): 1,
+    ("0.0.0.0", "::1", "::"): 2,
+    ("::", "127.0.0.1", "::1"): 2,
+    ("::", "127.0.0.1", "127.0.0.1"): 1,
+    ("::", "0.0.0.0", "0.0.0.0"): 1,
+    ("::1", "0.0.0.0", "::1"): 2,
+    ("::1", "0.0.0.0", "::"): 2,
+    ("::1", "0.0.0.0", "127.0.0.1"): None,
+    ("::", "::1", "::2"): 1,
+    ("::1", "::2", "::2"): None,
+    ("localhost", "127.0.0.2", "127.0.0.1"): 2,
+    ("x" * 64, "127.0.0.2", "127.0.0.1"): None,
+}
+
+
+@pytest.mark.parametrize("ours", TWO_LISTENERS, ids=" ".join)
+def test_what_listens_at_another_address_does_not_hold_a_port(
+    monkeypatch: pytest.MonkeyPatch, ours: tuple[str, str, str]
+) -> None:
+    """And of those that do, the nearest is named."""
+    host, *addresses = ours
+    listening = [SimpleNamespace(status="LISTEN", laddr=(ip, 8000), pid=pid) for pid, ip in enumerate(addresses, start=1)]
+    others = [
+        SimpleNamespace(status="LISTEN", laddr=(host, 8001), pid=3),
+        SimpleNamespace(status="ESTABLISHED", laddr=("0.0.0.0", 8000), pid=4),
+        SimpleNamespace(status="LISTEN", laddr=("0.0.0.0", 8000), pid=None),
+        SimpleNamespace(status="NONE", laddr=(), pid=5),
+    ]
+    seen = {"net_connections": lambda _kind: [*others, *listening], "Process": lambda pid: pid}
+    monkeypatch.setattr(ports, "psutil", SimpleNamespace(CONN_LISTEN="LISTEN", Error=OSError, **seen))
+    assert ports.find_listener(host, 8000) == TWO_LISTENERS[ours]
+
+
+def test_a_listener_of_this_machine_is_found_at_its_address_alone() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as held:
+        port = held.getsockname()[1]
+        assert ports.find_listener("127.0.0.1", port) is None
+        assert ports.find_listener("127.0.0.2", port) == ports.find_listener("0.0.0.0", port) == psutil.Process()
+
+
 def test_a_port_in_use_is_refused_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reports: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         config = EngineConfig(model=tmp_path / "nowhere", port=port, grpc_port=0, jobs_database=f"sqlite:///{tmp_path}/jobs.db")
-        monkeypatch.setattr(serve_checks, "_may_be_released", lambda _port: False)
+        monkeypatch.setattr(serve_checks, "_may_be_released", lambda *_: False)
         monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
         with pytest.raises(
             ConfigError, match=rf"--port {port} is in use by process {os.getpid()}, .*; choose another --port, or stop"
