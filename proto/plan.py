@@ -95,6 +95,7 @@ class ExpertPlan:
     replicas: int | None  # of every expert, as the user asked; None: only the busiest experts are replicated
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
+    batch_invariant: bool | None = None  # see StagePlan
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -141,6 +142,8 @@ class StagePlan:
     weight_bytes: int
     experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
     padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
+    # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on GPUs, and on CPUs where possible.
+    batch_invariant: bool | None = None
 
     @property
     def weight_format(self) -> WeightFormat:

@@ -118,13 +118,15 @@ def _chaos(
     stage_median: float = 0.5,
     stop_seen: float = 1.0,
     raylet_seen: float = 6.0,
+    close_calls: int = 0,
 ) -> Patches:
     def row(pause: float, worst_seen: float | str, median_seen: float | str = "") -> dict[str, Any]:
         seen = {"median_seen_s": median_seen or worst_seen, "worst_seen_s": worst_seen}
         return {"count": 3, "streams": 9, "median_pause_s": 0.1, "worst_pause_s": pause, **seen}
 
     report = {
-        **{"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "close_calls": []},
+        **{"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "close_calls": ["x"] * close_calls},
+        "batch_invariant": True,
         **{"least_streams": streams, "longest_request_s": 9.0, "stores_filled": filled, "left": {"pages": 1} if left else {}},
         "faults": {
             "kill the router": row(router_pause, ""),
@@ -137,8 +139,9 @@ def _chaos(
     return {"_running_cluster": nullcontext_of(), "_chaos": _returns_later(report)}
 
 
-def _soak(_bench: Any, failed: int = 0, different: int = 0, not_back: int = 0) -> Patches:  # noqa: ANN401
-    lists = {"failed": ["kind: x"] * failed, "different": ["x"] * different, "not_back": ["x"] * not_back, "close_calls": ["x"]}
+def _soak(_bench: Any, failed: int = 0, different: int = 0, close_calls: int = 0, not_back: int = 0) -> Patches:  # noqa: ANN401
+    lists = {"failed": ["kind: x"] * failed, "different": ["x"] * different, "close_calls": ["x"] * close_calls}
+    lists |= {"not_back": ["x"] * not_back}
     report = {"acts": 9, "seconds": 9, "outcomes": {}, "processes": [], **lists}
     return {"local_ray_cluster": nullcontext_of(), "running_application": nullcontext_of(), "_soak": _returns_later(report)}
 
@@ -281,11 +284,11 @@ CASES = {
     "chaos": Case(
         _chaos,
         [
-            *({"streams": 15}, {"filled": 0}, {"failed": 1}, {"different": 1}, {"left": 1}),
+            *({"streams": 15}, {"filled": 0}, {"failed": 1}, {"different": 1}, {"left": 1}, {"close_calls": 1}),
             *({"router_pause": 6.01}, {"stage_seen": 0.51}, {"stage_median": 0.51}, {"stop_seen": 1.01}, {"raylet_seen": 6.01}),
         ],
     ),
-    "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"not_back": 1}]),
+    "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"close_calls": 1}, {"not_back": 1}]),
     "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
     "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),
     "step_calls": Case(_step_calls, [{"growth": 1.01}, {"share": 1.01}]),

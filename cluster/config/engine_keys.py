@@ -70,6 +70,13 @@ class PipelineKeys(KeyGroup):
         "auto", "bfloat16, float16 or float32, which keeps bfloat16 matrices. auto: the checkpoint's.", defines_pipeline=True
     )
     quantize: Quantization | None = key(None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
+    batch_invariant: bool | None = key(
+        None,
+        "Refuse to start where a request's tokens could depend on what else is computed at the same time, on how its prompt is "
+        "divided, or on the number of stages. With --no-batch-invariant stages choose the fastest kernels.",
+        unset="on without a GPU, with a warning where it cannot be; off on GPUs",
+        defines_pipeline=True,
+    )
     max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)
     page_size: PositiveInt = key(16, "Positions per cache page.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(

@@ -31,6 +31,7 @@ class ExpertRequest:
     quantize: Quantization | None = None
     replicas: int | None = None
     loads: dict[ExpertId, float] | None = None
+    batch_invariant: bool | None = None  # see StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,17 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
         copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
         assignment = _assign(loads, copies, capacities) or _assign_by_memory(copies, capacities)
     empty = (ExpertActorPlan(actor, num_actors, (), 0, budget.memory) for actor, budget in enumerate(request.budgets))
-    plan = ExpertPlan(args, request.dtype, request.quantize, request.replicas, size, tuple(empty))
+    plan = ExpertPlan(
+        args, request.dtype, request.quantize, request.replicas, size, tuple(empty), batch_invariant=request.batch_invariant
+    )
     return plan.with_assignment(assignment)
 
 
 def replan(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
     """Assign the experts to the same actors by another load. Raises as ``plan_experts`` does."""
     budgets = tuple(StageBudget(actor.memory) for actor in plan.actors)
-    return plan_experts(plan.args, ExpertRequest(budgets, plan.dtype, plan.quantize, plan.replicas, loads))
+    request = ExpertRequest(budgets, plan.dtype, plan.quantize, plan.replicas, loads, plan.batch_invariant)
+    return plan_experts(plan.args, request)
 
 
 def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:

@@ -37,6 +37,7 @@ def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tu
         quantize=config.quantize,
         replicas=None if config.expert_replicas == "auto" else config.expert_replicas,
         loads=None if config.expert_load is None else per_expert(config.expert_load),
+        batch_invariant=config.batch_invariant,
     )
     return replace(plan, experts=plan_experts(args, request)), (*slots, *slots_of_experts)
 
@@ -95,6 +96,7 @@ def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], ha
         quantize=config.quantize,
         experts_inside=not config.expert_actors,
         measured=config.measured,
+        batch_invariant=config.batch_invariant,
         panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
 

@@ -50,6 +50,7 @@ class PlanRequest:
     quantize: Quantization | None = None
     experts_inside: bool = True  # in the stages, if the model has experts
     measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
+    batch_invariant: bool | None = None  # see StagePlan
     panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
 
     @property
@@ -104,6 +105,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
             weight_bytes=footprint.weight_bytes(span) - footprint.padding_bytes(span),
             padding_bytes=footprint.padding_bytes(span),
             experts_inside=request.experts_inside,
+            batch_invariant=request.batch_invariant,
         )
         for stage_id, span in enumerate(spans)
     )

@@ -63,7 +63,10 @@ def select_fastest(
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Choose the kernels of a stage: by speed on its device, or PyTorch's without a C compiler or without xformers."""
+    """Choose the kernels of a stage: by speed on its device, or PyTorch's without a C compiler or without xformers.
+
+    On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are and PyTorch's are not.
+    """
     if device.type == "cpu":
         return _select_for_cpu(plan)
     try:
@@ -91,8 +94,7 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
 def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
     """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
 
-    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way. A stage that
-    replaces another should choose what that had chosen: noise decides only if PyTorch's are about 1.5 times as fast.
+    Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way.
     """
     device, others = torch.device("cpu"), cpu_kernels()
     try:
@@ -115,7 +117,7 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
             both = compute_timed(kernels)
             return lambda: torch.cat(both())
 
-        kernels = {"C": native, "PyTorch": others}
+        kernels = {"C": native, "PyTorch": others} if plan.batch_invariant is False else {"C": native}
         return select_fastest("attention", kernels, prepare, prepare_timed, torch.cat(expected), cpu_seconds, ADVANTAGE) or others
 
 

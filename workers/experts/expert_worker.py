@@ -12,6 +12,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.kernels.fused_ops import EAGER, native_ops
+from tramontane.workers.kernels.row_invariance import find_row_dependence, try_invariance
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
@@ -78,6 +79,13 @@ class ExpertWorker:
         """Load this actor's experts, and only those."""
         worker = cls(plan, weights, device, on_tensor)
         worker.load_experts(plan.actors[actor_id].experts)
+        experts, dtype = nn.ModuleList(worker._experts.values()), getattr(torch, plan.dtype)
+        try_invariance(
+            plan.actors[actor_id].label,
+            plan.batch_invariant,
+            worker.device,
+            lambda: find_row_dependence(experts, dtype, worker.device),
+        )
         return worker
 
     @property

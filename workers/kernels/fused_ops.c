@@ -37,24 +37,44 @@ void silu_and_mul(const element *gate_up, element *out, int64_t rows, int64_t wi
         silu_and_mul_row(gate_up + 2 * row * width, gate_up + (2 * row + 1) * width, out + row * width, width);
 }
 
-static inline void add_rms_norm_row(const element *restrict h, const element *restrict more, const element *restrict weight,
-                                    element *restrict sums, element *restrict out, int64_t width, float eps) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; i++) {
-        sums[i] = narrow(widen(h[i]) + widen(more[i]));
-        squares += widen(sums[i]) * widen(sums[i]);
-    }
-    const float scale = 1.0f / sqrtf(squares / width + eps);
-    for (int64_t i = 0; i < width; i++) out[i] = narrow(widen(sums[i]) * scale * widen(weight[i]));
+#define SUMS 32 // of squares, side by side: sum l has the elements l, l + 32, l + 64 ... of a row
+
+// One function for both norms, so that a row has the same bits in each. The order of addition is written out: a compiler's own
+// could depend on where a row begins in memory.
+static __attribute__((noinline)) float sum_of_squares(const element *x, int64_t width) {
+    float sums[SUMS] = {0};
+    int64_t start = 0;
+    for (; start + SUMS <= width; start += SUMS)
+        for (int l = 0; l < SUMS; l++) sums[l] += widen(x[start + l]) * widen(x[start + l]);
+    for (int l = 0; start + l < width; l++) sums[l] += widen(x[start + l]) * widen(x[start + l]);
+    for (int half = SUMS / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) sums[l] += sums[l + half];
+    return sums[0];
 }
 
-// h, more, sums, out [rows][width]: sums = h + more, rounded; out = sums / root mean square of sums * weight.
+static inline void rms_norm_row(const element *restrict x, const element *restrict weight, element *restrict out, int64_t width,
+                                float eps) {
+    const float scale = 1.0f / sqrtf(sum_of_squares(x, width) / width + eps);
+    for (int64_t i = 0; i < width; i++) out[i] = narrow(widen(x[i]) * scale * widen(weight[i]));
+}
+
+static inline void add_row(const element *restrict h, const element *restrict more, element *restrict sums, int64_t width) {
+    for (int64_t i = 0; i < width; i++) sums[i] = narrow(widen(h[i]) + widen(more[i]));
+}
+
+// x, out [rows][width]: x / root mean square of x * weight.
+void rms_norm(const element *x, const element *weight, element *out, int64_t rows, int64_t width, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > FEW_NUMBERS)
+    for (int64_t row = 0; row < rows; row++) rms_norm_row(x + row * width, weight, out + row * width, width, eps);
+}
+
+// h, more, sums, out [rows][width]: sums = h + more, rounded; out = rms_norm of sums.
 void fused_add_rms_norm(const element *h, const element *more, const element *weight, element *sums, element *out, int64_t rows,
                         int64_t width, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > FEW_NUMBERS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t start = row * width;
-        add_rms_norm_row(h + start, more + start, weight, sums + start, out + start, width, eps);
+        add_row(h + start, more + start, sums + start, width);
+        rms_norm_row(sums + start, weight, out + start, width, eps);
     }
 }

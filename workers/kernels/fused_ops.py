@@ -41,10 +41,15 @@ def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return the root-mean-square normalization (arXiv 1910.07467), [T, D], computed in float32."""
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
 def fused_add_rms_norm(h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the sum and its root-mean-square normalization, both [T, D]."""
     sum_TD = h_TD + more_TD
-    return sum_TD, F.rms_norm(sum_TD, weight_D.shape, weight_D, eps)
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class FusedOps:
 
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rotary
     silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = fused_add_rms_norm
 
 
@@ -87,9 +93,10 @@ class NativeOps:
         pointer, size, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._rotary = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 4, threads)(("apply_rotary", library))
         self._silu = ctypes.CFUNCTYPE(None, *[pointer] * 2, *[size] * 2, threads)(("silu_and_mul", library))
-        norm_arguments = (*[pointer] * 5, *[size] * 2, ctypes.c_float, threads)
-        self._norm = ctypes.CFUNCTYPE(None, *norm_arguments)(("fused_add_rms_norm", library))
-        self.fused_ops = FusedOps(self._apply_rotary, self._silu_and_mul, self._fused_add_rms_norm)
+        norm_sizes = (size, size, ctypes.c_float, threads)
+        self._norm = ctypes.CFUNCTYPE(None, *[pointer] * 3, *norm_sizes)(("rms_norm", library))
+        self._add_norm = ctypes.CFUNCTYPE(None, *[pointer] * 5, *norm_sizes)(("fused_add_rms_norm", library))
+        self.fused_ops = FusedOps(self._apply_rotary, self._silu_and_mul, self._rms_norm, self._fused_add_rms_norm)
 
     def _apply_rotary(self, x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
         assert x_THd.stride()[1:] == (x_THd.shape[2], 1)
@@ -106,11 +113,17 @@ class NativeOps:
         self._silu(gate_up_T2F.data_ptr(), out_TF.data_ptr(), num_rows, width, torch.get_num_threads())
         return out_TF
 
+    def _rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x_TD, out_TD = x_TD.contiguous(), x_TD.new_empty(x_TD.shape)
+        tensors = (x_TD, weight_D, out_TD)
+        self._norm(*(each.data_ptr() for each in tensors), *x_TD.shape, eps, torch.get_num_threads())
+        return out_TD
+
     def _fused_add_rms_norm(self, h_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         h_TD, more_TD = h_TD.contiguous(), more_TD.contiguous()
         sum_TD, out_TD = torch.empty_like(h_TD), torch.empty_like(h_TD)
         tensors = (h_TD, more_TD, weight_D, sum_TD, out_TD)
-        self._norm(*(each.data_ptr() for each in tensors), *h_TD.shape, eps, torch.get_num_threads())
+        self._add_norm(*(each.data_ptr() for each in tensors), *h_TD.shape, eps, torch.get_num_threads())
         return sum_TD, out_TD
 
 
@@ -132,6 +145,7 @@ def _self_test(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: to
             gate_up_T2F, h_TD, more_TD = (random(num_tokens, width) for width in (2 * args.hidden_dim, args.dim, args.dim))
             _compare(fused.apply_rotary, EAGER.apply_rotary, heads_THd[:, :num_rotated], angles_Td, -angles_Td)
             _compare(fused.silu_and_mul, EAGER.silu_and_mul, gate_up_T2F)
+            _compare(fused.rms_norm, EAGER.rms_norm, h_TD, weight_D, args.norm_eps)
             _compare(fused.fused_add_rms_norm, EAGER.fused_add_rms_norm, h_TD, more_TD, weight_D, args.norm_eps)
 
 

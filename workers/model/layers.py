@@ -91,12 +91,12 @@ class TransformerBlock(nn.Module):
 
         ``added_TD`` is what the layer before adds to its hidden states ``h_TD``; None before a stage's first layer.
         """
-        add_rms_norm = self.attention.fused_ops.fused_add_rms_norm
+        ops, weight_D = self.attention.fused_ops, self.attention_norm.weight
         if added_TD is None:
-            x_TD = self.attention_norm(h_TD)
+            x_TD = ops.rms_norm(h_TD, weight_D, self.norm_eps)
         else:
-            h_TD, x_TD = add_rms_norm(h_TD, added_TD, self.attention_norm.weight, self.norm_eps)
-        return add_rms_norm(h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps)
+            h_TD, x_TD = ops.fused_add_rms_norm(h_TD, added_TD, weight_D, self.norm_eps)
+        return ops.fused_add_rms_norm(h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps)
 
 
 def set_fused_ops(model: nn.Module, fused_ops: FusedOps) -> None:

@@ -171,6 +171,10 @@ class ExpertTokenCounter:
         """Add a micro-batch of a layer, whose experts' groups end there."""
         self._ends_LE[layer - self._layers.start].add_(ends_E)
 
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._ends_LE.zero_()
+
     def read(self) -> dict[int, list[int]]:
         """Return each expert's tokens by layer.
 

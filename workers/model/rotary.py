@@ -1,15 +1,19 @@
 """Rotary position embedding: the angle by which each pair of a head's elements is rotated at a position.
 
-Shape letters: T tokens, H heads, d head_dim.
+Shape letters: T tokens, P positions, H heads, d head_dim.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, YarnScaling
+
+BLOCK_POSITIONS = 1024  # whose tables are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,21 @@ class RotaryTables:
     def scale_queries(self, q_THd: Tensor) -> Tensor:
         """Scale rotated queries by position, as some models do before attention."""
         return q_THd if self.query_scale_T is None else q_THd * self.query_scale_T[:, None, None]
+
+    def select(self, rows: Tensor) -> "RotaryTables":
+        """Return these rows."""
+        scale_T = self.query_scale_T
+        return RotaryTables(self.cos_Td[rows], self.sin_Td[rows], None if scale_T is None else scale_T[rows])
+
+    def append(self, more: "RotaryTables") -> "RotaryTables":
+        """Return these rows and then those of ``more``."""
+        scale_T = None
+        if self.query_scale_T is not None and more.query_scale_T is not None:
+            scale_T = torch.cat((self.query_scale_T, more.query_scale_T))
+        return RotaryTables(torch.cat((self.cos_Td, more.cos_Td)), torch.cat((self.sin_Td, more.sin_Td)), scale_T)
+
+
+MakeRotaryTables = Callable[[Tensor], RotaryTables]  # of the positions of T tokens
 
 
 def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTables:
@@ -43,6 +62,39 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
         return RotaryTables(cos_Td, sin_Td)
     lengths_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
     return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(lengths_T)).to(dtype))
+
+
+class RotaryCache:
+    """The rotary tables of all positions from 0 on, as far as they have been used. For CPUs.
+
+    There PyTorch's cosines of a tensor's last elements, and of those where threads divide it, may be rounded differently from
+    the others: a position's angles would depend on where it stands in the micro-batch. Here every position is computed once,
+    in blocks that are always the same, and by NumPy, which uses one thread.
+    """
+
+    def __init__(self, args: ModelArgs, dtype: torch.dtype) -> None:
+        self._args, self._dtype = args, dtype
+        self._frequencies = rotary_frequencies(args).numpy()
+        self._tables_P = self._block(0)
+
+    def tables(self, positions_T: Tensor) -> RotaryTables:
+        """Return the tables of T positions."""
+        highest = int(positions_T.max()) if len(positions_T) else 0
+        while (num_cached := len(self._tables_P.cos_Td)) <= highest:
+            self._tables_P = self._tables_P.append(self._block(num_cached))
+        return self._tables_P.select(positions_T)
+
+    def _block(self, start: int) -> RotaryTables:
+        positions_P = np.arange(start, start + BLOCK_POSITIONS, dtype=np.float32)
+        angles = (positions_P[:, None] * self._frequencies).astype(np.float64)
+        angles_Pd = np.concatenate((angles, angles), axis=-1)
+        scaling = self._args.rope_scaling
+        magnitude = scaling.attention_factor if scaling else 1.0
+        cos_Pd, sin_Pd = (torch.from_numpy(function(angles_Pd) * magnitude).to(self._dtype) for function in (np.cos, np.sin))
+        if scaling is None or not scaling.llama4_beta:
+            return RotaryTables(cos_Pd, sin_Pd)
+        scales = 1 + scaling.llama4_beta * np.log1p(positions_P.astype(np.float64) // scaling.original_max_seq_len)
+        return RotaryTables(cos_Pd, sin_Pd, torch.from_numpy(scales).to(self._dtype))
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:

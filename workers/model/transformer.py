@@ -110,7 +110,8 @@ class StageModel(nn.Module):
         """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last stage."""
         assert self.norm is not None
         assert self.output is not None
-        logits_SV: Tensor = self.output(self.norm(hidden_SD))
+        ops = self.block(self.global_layers[-1]).attention.fused_ops
+        logits_SV: Tensor = self.output(ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps))
         return logits_SV.float()
 
     def block(self, layer: int) -> TransformerBlock:
@@ -123,6 +124,10 @@ class StageModel(nn.Module):
     def expert_load(self) -> dict[int, list[int]]:
         """How many tokens each expert was given, by layer. Can be read from any thread."""
         return self._expert_tokens.read()
+
+    def clear_expert_load(self) -> None:
+        """Forget which experts have been chosen so far."""
+        self._expert_tokens.clear()
 
 
 def _embedding(args: ModelArgs) -> nn.Embedding:

@@ -20,13 +20,14 @@ from tramontane.workers.device.probe import device_name
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
 from tramontane.workers.model.layers import set_fused_ops
-from tramontane.workers.model.rotary import RotaryTables, rotary_frequencies, rotary_tables
+from tramontane.workers.model.rotary import MakeRotaryTables, RotaryCache, RotaryTables, rotary_frequencies, rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
+from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
@@ -73,12 +74,13 @@ class StageWorker:
             on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
-        self.frequencies = rotary_frequencies(plan.args).to(self.device)
+        self.rotary_tables = self._make_rotary_tables()
         set_fused_ops(model, self.backend.fused_ops)
         self.graphs = self._graph_runner()
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         self.logprobs = LogprobTracker(plan.args.vocab_size)
+        self.is_batch_invariant = False  # unless a check has shown it
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
 
@@ -110,6 +112,7 @@ class StageWorker:
         if worker.graphs is not None:
             on_activity("recording CUDA graphs")
         worker.prepare()
+        worker.is_batch_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
         return worker
 
     @property
@@ -191,6 +194,13 @@ class StageWorker:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
+    def _make_rotary_tables(self) -> MakeRotaryTables:
+        args, dtype = self.plan.args, self.dtype
+        if self.device.type == "cpu":
+            return RotaryCache(args, dtype).tables
+        frequencies = rotary_frequencies(args).to(self.device)
+        return lambda positions_T: rotary_tables(positions_T, args, dtype, frequencies)
+
     def _graph_runner(self) -> CudaGraphRunner | None:
         """None if the device has no graphs, or the groups of the experts must be known on the host."""
         graph_capture, experts = self.backend.graph_capture, self.model.experts
@@ -233,7 +243,7 @@ class StageWorker:
         step.timer.start()
         if hidden_TD is None:
             hidden_TD = self.model.embed(metadata.token_ids)
-        rotary = rotary_tables(metadata.positions, self.plan.args, self.dtype, self.frequencies)
+        rotary = self.rotary_tables(metadata.positions)
         return hidden_TD, rotary, CachedAttention(self.cache, metadata, self.backend.kernels)
 
     def _finish(self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor) -> PendingOutcome:

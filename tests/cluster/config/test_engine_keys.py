@@ -30,6 +30,7 @@ KEYS = {
     "address": "--F",
     "dtype": "PSF",
     "quantize": "PSF",
+    "batch_invariant": "PSF",
     "max_model_len": "PSF",
     "page_size": "PSF",
     "kv_cache_memory": "PSF",

@@ -21,6 +21,7 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.pipeline.engine import make_scheduler
+from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
 from tramontane.cluster.planning.layer_split import split_layers
 from tramontane.cluster.planning.plan_search import plan_pipeline
@@ -445,6 +446,16 @@ def test_stages_follow_the_hardware_unless_given() -> None:
     assert plan_pipeline(EngineConfig.build(None, {"quantize": "int8"}), args, cpu).stages[0].quantize == "int8"
 
 
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_stages_and_expert_actors_are_as_batch_invariant_as_wanted(wanted: bool | None) -> None:
+    cpu = Hardware(node_cpus=(8,), node_memory=(8 * GIB,))
+    plan = plan_pipeline(EngineConfig(batch_invariant=wanted, expert_actors=2), tiny_args(), cpu)
+    assert {stage.batch_invariant for stage in plan.stages} == {wanted}
+    assert plan.experts is not None
+    assert plan.experts.batch_invariant is wanted
+    assert replan(plan.experts, dict.fromkeys(plan.experts.placement, 1.0)).batch_invariant is wanted
+
+
 def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
     assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
@@ -504,6 +515,7 @@ DEFAULTS = {
     "address": None,
     "dtype": "auto",
     "quantize": None,
+    "batch_invariant": None,
     "max_model_len": None,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
@@ -556,7 +568,7 @@ DEFAULTS = {
     "jobs_max_bytes": 2**36,
     "jobs_url_prefixes": (),
 }
-SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
+SWITCHES = {"local": "local", "json": "json_output", "batch_invariant": "batch_invariant"}  # flag and key: attribute
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
 KEYS_WITHOUT_FLAG = {"placement_timeout", "max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
 FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
@@ -605,7 +617,7 @@ def test_the_demo_keeps_its_name_by_whatever_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "others"), [("generate", OF_SERVE), ("serve", OF_GENERATE)])
 def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -> None:
     command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
-    flags = {p.name: p.opts for p in command.params if p.name not in FLAGS_OF_ONE_RUN}
+    flags = {p.name: p.opts for p in command.params if p.name not in FLAGS_OF_ONE_RUN and not p.hidden}
     assert EngineConfig.key_names() - KEYS_WITHOUT_FLAG == DEFAULTS.keys()
     assert flags.keys() == DEFAULTS.keys() - others
     assert all(opts == [f"--{name.replace('_', '-')}"] for name, opts in flags.items())
@@ -684,7 +696,7 @@ def test_all_settings_are_tried() -> None:
 @pytest.mark.parametrize("flag", list(SWITCHES))
 def test_switches(configured: Any, tmp_path: Path, flag: str) -> None:  # noqa: ANN401
     (tmp_path / "file.yaml").write_text(f"{flag}: true\n")
-    assert getattr(configured(f"--{flag}")[0], SWITCHES[flag]) is True
+    assert getattr(configured(f"--{flag.replace('_', '-')}")[0], SWITCHES[flag]) is True
     assert getattr(configured("--config", str(tmp_path / "file.yaml"))[0], SWITCHES[flag]) is True
 
 

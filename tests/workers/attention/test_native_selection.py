@@ -21,6 +21,11 @@ needs_compiler = pytest.mark.usefixtures("compiler")
 LOGGER = "tramontane.workers.attention.autotune"
 
 
+def _plan() -> StagePlan:
+    """Return the plan of a stage that need not be batch-invariant: speed decides."""
+    return tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1, batch_invariant=False).stages[0]
+
+
 def _choose(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: list[float]
 ) -> tuple[AttentionKernels, list[str]]:
@@ -28,7 +33,7 @@ def _choose(
     times = iter(seconds)
     monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(times))
     with caplog.at_level(logging.INFO, logger=LOGGER):
-        chosen = autotune._select_for_cpu.__wrapped__(tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1).stages[0])
+        chosen = autotune._select_for_cpu.__wrapped__(_plan())
     return chosen, caplog.messages
 
 
@@ -85,7 +90,7 @@ def _no_compiler(_plan: StagePlan) -> AttentionKernels:
 
 @needs_compiler
 def test_what_is_timed_are_the_timing_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tiny_plan(tiny_args(windows=(24, None), n_layers=2), 1).stages[0]
+    plan = _plan()
     cases = timing_cases(plan, torch.device("cpu"), autotune.CPU_TOKENS)
     expected = torch.cat([case.expected[job].flatten() for job in (0, 1) for case in cases])
     timed: list[Tensor] = []

@@ -1,0 +1,154 @@
+"""A request's tokens and log-probabilities have the same bits, whatever else is computed, and however its prompt is cut."""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from harness import random_ids, run_answers, scheduler_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain, without_experts
+from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.model_args import MoeArgs
+from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.request import RequestOutput, SamplingParams
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.workers.stage.stage_worker import StageWorker
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="batch invariance needs kernels in C, and they a C compiler")
+# Widths that fill no last panel of a product's columns and no last unit of its inputs.
+WIDE = {"dim": 90, "hidden_dim": 210, "vocab_size": 300}
+KINDS = {
+    "mixtral": replace(tiny_args(n_layers=4, window=24, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+    "three experts": replace(tiny_args(n_layers=4, window=24, max_seq_len=200), **WIDE, moe=MoeArgs(5, 3)),  # type: ignore[arg-type]
+    "interleaved": replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+    "dense": replace(tiny_args(n_layers=4, window=None, moe=False, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+}
+SAMPLING = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=3, logprobs=4, prompt_logprobs=2, frequency_penalty=0.3)
+Values = tuple[tuple[int, ...], dict[int, object]]
+
+
+def _values(answer: RequestOutput) -> Values:
+    """Return the token ids, and the log-probabilities by position."""
+    found = {}
+    for each in answer.logprobs:
+        found |= {each.start + i: (each.logprobs[i], each.top[i]) for i in range(len(each.logprobs))}
+    return tuple(event.token_id for event in answer.events), found
+
+
+@dataclass(frozen=True)
+class Case:
+    """How prompts are computed."""
+
+    stages: int = 1
+    page_size: int = 16
+    budget: int = 4096
+    max_in_flight: int = 1
+    max_num_seqs: int = 8
+    is_scarce: bool = False  # whether there are pages for the prompts, but not for all answers
+    together: bool = True
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args)) for kind, args in KINDS.items()
+    }
+
+
+def _plan(kind: str, dtype: str, case: Case) -> PipelinePlan:
+    plan = tiny_plan(KINDS[kind], case.stages, case.page_size, case.max_num_seqs, dtype=dtype, batch_invariant=True)
+    if not case.is_scarce:
+        return plan
+    longest = -(-plan.max_model_len // case.page_size)
+    classes = tuple(replace(c, num_pages=min(c.num_pages, 2 * longest)) for c in plan.cache.classes)
+    return replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
+
+
+def _answers(folder: Path, plan: PipelinePlan, prompts: Sequence[list[int]], case: Case) -> tuple[list[Values], int]:
+    """Return the values of each answer, and how many sequences were preempted."""
+    chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
+    scheduler = scheduler_for(plan, case.budget, FixedInFlightPolicy(case.max_in_flight, case.budget))
+    try:
+        answers = asyncio.run(run_answers(chain, scheduler, prompts, SAMPLING, together=case.together))
+    finally:
+        chain.close()
+    return list(map(_values, answers)), scheduler.num_preempted
+
+
+@cache
+def _alone(folder: Path, kind: str, dtype: str, length: int, seed: int) -> Values:
+    """Of a prompt that has the only stage of a pipeline for itself."""
+    case = Case(together=False)
+    return _answers(folder, _plan(kind, dtype, case), [random_ids(length, seed)], case)[0][0]
+
+
+CASES = st.builds(
+    Case,
+    stages=st.sampled_from([1, 2, 4]),
+    page_size=st.sampled_from([1, 3, 16]),
+    budget=st.integers(1, 80),
+    max_in_flight=st.integers(1, 4),
+    max_num_seqs=st.integers(1, 6),
+    is_scarce=st.booleans(),
+)
+LENGTHS = st.lists(st.sampled_from([1, 2, 7, 16, 33, 60, 100]), min_size=1, max_size=6)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(case=CASES, lengths=LENGTHS, threads=st.integers(1, 3))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_cut_and_preempted_in_any_way(
+    folders: dict[str, Path], kind: str, dtype: str, case: Case, lengths: list[int], threads: int
+) -> None:
+    expected = [_alone(folders[kind], kind, dtype, length, seed) for seed, length in enumerate(lengths)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        prompts = [random_ids(length, seed) for seed, length in enumerate(lengths)]
+        got, _ = _answers(folders[kind], _plan(kind, dtype, case), prompts, case)
+    finally:
+        torch.set_num_threads(before)
+    assert got == expected
+
+
+def test_sequences_that_are_preempted_are_among_them(folders: dict[str, Path]) -> None:
+    case = Case(page_size=1, budget=64, max_num_seqs=12, is_scarce=True)
+    plan = _plan("dense", "bfloat16", case)
+    classes = tuple(replace(c, num_pages=220) for c in plan.cache.classes)
+    plan = replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
+    got, num_preempted = _answers(folders["dense"], plan, [random_ids(16, seed) for seed in range(12)], case)
+    assert num_preempted > 0
+    assert got == [_alone(folders["dense"], "dense", "bfloat16", 16, seed) for seed in range(12)]
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    num_actors=st.integers(1, 8),
+    replicas=st.integers(1, 2),
+    stages=st.sampled_from([1, 2, 4]),
+    budget=st.integers(3, 80),
+    lengths=LENGTHS,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["mixtral", "three experts"])
+def test_experts_on_actors(
+    folders: dict[str, Path], kind: str, dtype: str, num_actors: int, replicas: int, stages: int, budget: int, lengths: list[int]
+) -> None:
+    experts = expert_plan(KINDS[kind], num_actors, min(replicas, num_actors), dtype=dtype)
+    plan = without_experts(_plan(kind, dtype, Case(stages)), experts)
+    actors = ExpertActors(experts, folders[kind])
+    prompts = [random_ids(length, seed) for seed, length in enumerate(lengths)]
+    with ping_pong_chain(plan, folders[kind], actors) as chain:
+        scheduler = scheduler_for(plan, budget, FixedInFlightPolicy(2, budget))
+        answers = asyncio.run(run_answers(chain, scheduler, prompts, SAMPLING))
+    expected = [_alone(folders[kind], kind, dtype, length, seed) for seed, length in enumerate(lengths)]
+    assert list(map(_values, answers)) == expected

@@ -1,0 +1,163 @@
+"""A stage or expert actor tries, when it is loaded, whether a token's bits depend on the other tokens of a micro-batch."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from local_expert_actors import expert_plan
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.plan import StagePlan
+from tramontane.workers.attention import autotune
+from tramontane.workers.attention.native_backend import NativeDecode
+from tramontane.workers.attention.sdpa_backend import SdpaPrefill, cpu_kernels
+from tramontane.workers.device.native_library import CompilerError
+from tramontane.workers.experts.expert_worker import ExpertWorker
+from tramontane.workers.kernels import row_invariance
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops
+from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage import device_backend
+from tramontane.workers.stage.stage_worker import StageWorker
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="batch invariance needs kernels in C, and they a C compiler")
+NUDGE = 1e-3
+ARGS = tiny_args(n_layers=2, windows=(None, 24))
+
+
+def _plan(wanted: bool | None, num_stages: int = 1) -> StagePlan:
+    return tiny_plan(ARGS, num_stages, batch_invariant=wanted).stages[-1]
+
+
+def _load(wanted: bool | None, num_stages: int = 1) -> StageWorker:
+    return StageWorker.load(_plan(wanted, num_stages), RandomWeights())
+
+
+def _nudge_single_rows(of: Callable[..., torch.Tensor], width: int | None = None) -> Callable[..., torch.Tensor]:
+    """Return a function that computes something else for one row, of outputs of this width only."""
+
+    def nudged(*args: object, **words: object) -> torch.Tensor:
+        out = of(*args, **words)
+        return out + NUDGE if len(out) == 1 and width in (None, out.shape[1]) else out
+
+    return nudged
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("wanted", [True, None])
+def test_it_holds_on_cpus(wanted: bool | None, dtype: str) -> None:
+    worker = StageWorker.load(tiny_plan(ARGS, dtype=dtype, batch_invariant=wanted).stages[0], RandomWeights())
+    assert worker.is_batch_invariant
+    assert not any(sum(load) for load in worker.model.expert_load.values()), "the trial's tokens are not counted"
+
+
+@pytest.mark.parametrize("quantize", ["int8", "w8a8", "fp8"])
+def test_it_holds_for_quantized_weights(quantize: str) -> None:
+    plan = tiny_plan(ARGS, dtype="bfloat16", quantize=quantize, batch_invariant=True).stages[0]
+    assert StageWorker.load(plan, RandomWeights()).is_batch_invariant
+
+
+def test_a_product_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedLinear, "forward", _nudge_single_rows(PackedLinear.forward, width=64))
+    with pytest.raises(
+        ConfigError, match=r"Stage 1/1 layers 0-1 cannot be batch-invariant: the product of 1 of 67 tokens and a matrix of"
+    ):
+        _load(True)
+
+
+def test_the_last_tokens_of_a_product_are_tried_too() -> None:
+    def of_whole(x_TK: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x_TK[:-1], x_TK[-1:] + NUDGE)) if len(x_TK) == row_invariance.NUM_TOKENS else x_TK
+
+    assert row_invariance.differing_row_count(of_whole, torch.zeros(row_invariance.NUM_TOKENS, 3))
+
+
+def test_a_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = NativeDecode.attend
+    monkeypatch.setattr(NativeDecode, "attend", lambda *args: attend(*args) + NUDGE)
+    with pytest.raises(ConfigError, match="layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks"):
+        _load(True)
+
+
+def test_only_the_layer_of_one_window_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = NativeDecode.attend
+    monkeypatch.setattr(NativeDecode, "attend", lambda self, q, c, mask: attend(self, q, c, mask) + NUDGE * (mask.window == 24))
+    with pytest.raises(ConfigError, match="layer 1 gives"):
+        _load(True)
+
+
+def test_the_first_norm_of_a_stage_is_that_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tokens would depend on the number of stages."""
+
+    def with_other_norm(*args: object) -> FusedOps:
+        fused = native_ops(*args)  # type: ignore[arg-type]
+        return replace(fused, rms_norm=lambda x, weight, eps: fused.rms_norm(x, weight, eps) + NUDGE)
+
+    monkeypatch.setattr(device_backend, "native_ops", with_other_norm)
+    with pytest.raises(ConfigError, match="layer 0 gives"):
+        _load(True)
+
+
+def test_a_head_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
+    with pytest.raises(ConfigError, match="the logits of 1 of 67 tokens have other bits"):
+        _load(True)
+
+
+def test_where_it_is_not_required_a_warning_says_what_differs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
+    assert not _load(None).is_batch_invariant
+    assert (
+        "Stage 1/1 layers 0-1: a request's tokens may depend on what else is computed at the same time: the logits" in caplog.text
+    )
+
+
+def test_where_it_is_not_wanted_nothing_is_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
+    assert not _load(False).is_batch_invariant
+    assert "may depend" not in caplog.text
+
+
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise CompilerError("there is no C compiler cc")
+
+    monkeypatch.setattr(autotune, "native_kernels", fails)
+    monkeypatch.setattr(autotune, "_select_for_cpu", autotune._select_for_cpu.__wrapped__)
+    monkeypatch.setattr("tramontane.workers.kernels.packed_linear.packed_matmul", lambda *_: None)
+    monkeypatch.setattr(device_backend, "native_ops", lambda *_: EAGER)
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    _without_compiler(monkeypatch)
+    reason = "PyTorch computes products and attention and norms, since there are no kernels in C"
+    with pytest.raises(ConfigError, match=reason):
+        _load(True)
+    assert not _load(None).is_batch_invariant
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(("wanted", "is_pytorch"), [(True, False), (None, False), (False, True)])
+def test_speed_decides_between_attention_kernels_only_where_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, is_pytorch: bool
+) -> None:
+    """The clock lets PyTorch's win by far."""
+    seconds = iter([1.0, 0.1])
+    monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(seconds))
+    kernels = autotune._select_for_cpu.__wrapped__(_plan(wanted))
+    assert isinstance(kernels.prefill, SdpaPrefill) is is_pytorch
+    assert isinstance(kernels.decode, type(cpu_kernels().decode)) is is_pytorch
+
+
+def test_expert_actors_try_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(expert_plan(ARGS, 2), batch_invariant=True)
+    ExpertWorker.load(plan, 0, RandomWeights())
+    monkeypatch.setattr(PackedLinear, "forward", _nudge_single_rows(PackedLinear.forward))
+    with pytest.raises(ConfigError, match="Experts 1/2 cannot be batch-invariant: the product of 1 of 67 tokens and a matrix of"):
+        ExpertWorker.load(plan, 0, RandomWeights())

@@ -1,0 +1,153 @@
+"""Check at load that what a stage computes for a token depends on that token and those before it in its sequence alone.
+
+Two sequences pass through a layer, once as two whole chunks and then token by token and in other pieces. All bits must be equal.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.plan import CachePlan, StagePlan, WindowClass, ring_pages
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
+from tramontane.workers.attention.metadata import build_attention_metadata
+from tramontane.workers.attention.native_backend import NativePrefill
+from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear
+from tramontane.workers.kernels.row_invariance import differing_row_count, find_row_dependence, try_invariance
+from tramontane.workers.model.rotary import MakeRotaryTables
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage.device_backend import DeviceBackend
+
+LENGTHS = (45, 22)  # of the sequences
+WHOLE = ((45,), (22,))  # sizes of their chunks, step by step
+PIECES = ((1, 1, 2, 24, 1, 16), (7, 1, 1, 13))
+
+
+def check_batch_invariance(
+    plan: StagePlan, model: StageModel, device: torch.device, backend: DeviceBackend, rotary_tables: MakeRotaryTables
+) -> bool:
+    """Return whether the stage is batch-invariant; False if it need not be, without a try.
+
+    Clears the counts of the experts' tokens. Raises ConfigError if the plan requires what the stage is not.
+    """
+    is_invariant = try_invariance(
+        plan.label,
+        plan.batch_invariant,
+        device,
+        lambda: _find_dependence(plan, model, device, backend, rotary_tables),
+    )
+    model.clear_expert_load()
+    return is_invariant
+
+
+def _find_dependence(
+    plan: StagePlan, model: StageModel, device: torch.device, backend: DeviceBackend, rotary_tables: MakeRotaryTables
+) -> str:
+    """Return what depends on the other tokens of a micro-batch, or nothing."""
+    dtype = getattr(torch, plan.dtype)
+    check = _LayerCheck(plan, model, device, dtype, backend.kernels, rotary_tables)
+    return (
+        (_find_kernels_of_pytorch(model, backend) if device.type == "cpu" else "")
+        or find_row_dependence(model, dtype, device)
+        or check.find_in_layers()
+        or check.find_in_head()
+    )
+
+
+def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:
+    """Return what PyTorch computes in the place of the kernels in C, whose order of sums is known."""
+    parts = {
+        "products": any(isinstance(module, Linear | QuantizedLinear) for module in model.modules()),
+        "attention": not isinstance(backend.kernels.prefill, NativePrefill),
+        "norms": backend.fused_ops is EAGER,
+    }
+    names = [name for name, is_pytorch in parts.items() if is_pytorch]
+    return f"PyTorch computes {' and '.join(names)}, since there are no kernels in C (is there a C compiler?)" if names else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCheck:
+    plan: StagePlan
+    model: StageModel
+    device: torch.device
+    dtype: torch.dtype
+    kernels: AttentionKernels
+    rotary_tables: MakeRotaryTables
+
+    def find_in_layers(self) -> str:
+        """Try one layer for each window: all others have the same shapes."""
+        first_of_window = {self.plan.args.windows[layer]: layer for layer in reversed(self.plan.layers)}
+        for layer in sorted(first_of_window.values()):
+            whole = self._run_layer(layer, WHOLE, is_first_of_stage=True)
+            if not all(map(torch.equal, whole, self._run_layer(layer, PIECES, is_first_of_stage=False))):
+                return f"layer {layer} gives the tokens of a prompt other bits one by one, or in smaller chunks"
+        return ""
+
+    def find_in_head(self) -> str:
+        if not self.plan.is_last:
+            return ""
+        hidden_TD = _random(sum(LENGTHS), self.plan.args.dim).to(self.device, self.dtype)
+        count = differing_row_count(self.model.head, hidden_TD)
+        return f"the logits of {count} of {len(hidden_TD)} tokens have other bits than among all of them" if count else ""
+
+    def _run_layer(self, layer: int, chunks: tuple[tuple[int, ...], ...], is_first_of_stage: bool) -> tuple[Tensor, ...]:
+        """Return what a layer makes of the sequences, by token, if their chunks have these sizes."""
+        plan = _plan_of_layer(self.plan, layer)
+        cache, table = RollingCache(plan, self.dtype, self.device), SequenceTable(plan.cache, len(LENGTHS), self.device)
+        inputs = [_random(length, plan.args.dim).to(self.device, self.dtype) for length in LENGTHS]
+        done: list[list[tuple[Tensor, ...]]] = [[] for _ in LENGTHS]
+        for batch in _micro_batches(plan.cache, chunks):
+            table.update(batch)
+            metadata = build_attention_metadata(batch, table, self.device)
+            attend = CachedAttention(cache, metadata, self.kernels)
+            h_TD = torch.cat([inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens] for chunk in batch.chunks])
+            added = (h_TD + h_TD, None) if is_first_of_stage else (h_TD, h_TD)
+            outs = self.model.block(layer)(*added, self.rotary_tables(metadata.positions), attend)
+            if self.model.experts is None:
+                outs = (*outs, self.model.choose_experts(layer, outs[1])[1])
+            else:
+                outs = (*outs, self.model.feed_forward(layer, outs[1]))
+            pieces = zip(*(torch.split(out, [chunk.num_tokens for chunk in batch.chunks]) for out in outs), strict=True)
+            for chunk, piece in zip(batch.chunks, pieces, strict=True):
+                done[chunk.seq_id].append(piece)
+        return tuple(torch.cat(parts) for parts in zip(*(piece for pieces in done for piece in pieces), strict=True))
+
+
+def _random(num_tokens: int, width: int) -> Tensor:
+    return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(num_tokens))
+
+
+def _plan_of_layer(plan: StagePlan, layer: int) -> StagePlan:
+    """Return the plan of a stage with this layer alone, whose cache has room for the sequences."""
+    size = plan.cache.page_size
+    rings = [ring_pages(each.window, size, max(LENGTHS)) for each in plan.cache.classes]
+    classes = tuple(
+        WindowClass(each.window, ring, len(LENGTHS) * ring) for each, ring in zip(plan.cache.classes, rings, strict=True)
+    )
+    return replace(plan, first_layer=layer, last_layer=layer + 1, cache=CachePlan(size, classes))
+
+
+def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> list[MicroBatch]:
+    """Return micro-batches of which the i-th has the i-th chunk of each sequence. Single tokens come last."""
+    starts, batches = [0] * len(chunks), []
+    for step in range(max(map(len, chunks))):
+        parts = []
+        for seq_id, sizes in enumerate(chunks):
+            if step < len(sizes):
+                parts.append(_chunk(cache, seq_id, starts[seq_id], sizes[step]))
+                starts[seq_id] += sizes[step]
+        batches.append(MicroBatch(0, step, tuple(sorted(parts, key=lambda chunk: chunk.num_tokens == 1))))
+    return batches
+
+
+def _chunk(cache: CachePlan, seq_id: int, start: int, num_tokens: int) -> Chunk:
+    """Return a chunk; the first of a sequence has all its pages. Those of sequence 1, of rings of 3 pages: 3, 4 and 5."""
+    none: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
+    pages = tuple(tuple(range(seq_id * each.ring_pages, (seq_id + 1) * each.ring_pages)) for each in cache.classes)
+    is_first = start == 0
+    return Chunk(seq_id, start, (0,) * num_tokens, pages if is_first else none, SamplingParams() if is_first else None, False)
