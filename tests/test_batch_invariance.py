@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -31,16 +31,6 @@ KINDS = {
     "interleaved": replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=200), **WIDE),  # type: ignore[arg-type]
     "dense": replace(tiny_args(n_layers=4, window=None, moe=False, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
 }
-SAMPLING = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=3, logprobs=4, prompt_logprobs=2, frequency_penalty=0.3)
-Values = tuple[tuple[int, ...], dict[int, object]]
-
-
-def _values(answer: RequestOutput) -> Values:
-    """Return the token ids, and the log-probabilities by position."""
-    found = {}
-    for each in answer.logprobs:
-        found |= {each.start + i: (each.logprobs[i], each.top[i]) for i in range(len(each.logprobs))}
-    return tuple(event.token_id for event in answer.events), found
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ def _answers(folder: Path, plan: PipelinePlan, prompts: Sequence[list[int]], cas
         answers = asyncio.run(run_answers(chain, scheduler, prompts, SAMPLING, together=case.together))
     finally:
         chain.close()
-    return list(map(_values, answers)), scheduler.num_preempted
+    return list(map(exact_values, answers)), scheduler.num_preempted
 
 
 @cache
@@ -151,4 +141,4 @@ def test_experts_on_actors(
         scheduler = scheduler_for(plan, budget, FixedInFlightPolicy(2, budget))
         answers = asyncio.run(run_answers(chain, scheduler, prompts, SAMPLING))
     expected = [_alone(folders[kind], kind, dtype, length, seed) for seed, length in enumerate(lengths)]
-    assert list(map(_values, answers)) == expected
+    assert list(map(exact_values, answers)) == expected
