@@ -91,7 +91,7 @@ class PipelineKeys(KeyGroup):
     placement_timeout: PositiveSeconds = key(
         60.0,
         "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for it. A command does not wait "
-        "where all nodes together are too small. "
+        "where all nodes together are too small, unless Ray's autoscaler may add some. "
         "k8s writes 3600 into its overlays.",
         has_flag=False,
     )

@@ -17,8 +17,9 @@ from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.pipeline.resources import check_placeable, read_resources
 from tramontane.cluster.planning.gpu_placement import stage_speeds
-from tramontane.cluster.planning.hardware import Hardware, probe_local
+from tramontane.cluster.planning.hardware import Hardware, TooFewNodesError, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
+from tramontane.cluster.ray_internals.accessors import has_autoscaler
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import is_preset, resolve_model_args
@@ -182,7 +183,7 @@ async def _ray_pipeline(
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
-            spec = pipeline_spec(config, args, hardware)
+            spec = joined_pipeline_spec(config, args, hardware)
             check_placeable(spec, read_resources())
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain, hardware
@@ -193,6 +194,19 @@ async def _ray_pipeline(
     with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain, hardware
+
+
+def joined_pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
+    """Return ``pipeline_spec`` of the joined cluster. Raises as it does.
+
+    A plan is made for the GPUs that there are, and nothing asks Ray's autoscaler for more of them before there is one.
+    """
+    try:
+        return pipeline_spec(config, args, hardware)
+    except TooFewNodesError as error:
+        if not has_autoscaler():
+            raise
+        raise TooFewNodesError(f"{error}, or let Ray's autoscaler add nodes first (see docs/planning.md)") from error
 
 
 def pipeline_spec(

@@ -20,7 +20,7 @@ from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import list_dead_nodes, list_used_nodes, ray_error_message
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
-from tramontane.cluster.pipeline.resources import describe_needs, describe_shortage, no_room_error, read_resources
+from tramontane.cluster.pipeline.resources import describe_shortage, describe_wait, no_room_error, read_resources
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
 
@@ -90,8 +90,7 @@ async def _start(
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {ray_error_message(error)}") from error
     if stages is None:
-        shortage = describe_shortage(spec, await asyncio.to_thread(read_resources))
-        raise no_room_error(spec, shortage, waited_s=time.monotonic() - begun_at)
+        raise no_room_error(spec, await asyncio.to_thread(read_resources), waited_s=time.monotonic() - begun_at)
     return stages
 
 
@@ -101,7 +100,7 @@ async def _report_shortage(spec: PipelineSpec, report: Report | None, left_s: fl
         return ""
     shortage = describe_shortage(spec, await asyncio.to_thread(read_resources))
     if shortage not in ("", known):
-        report(f"waiting up to {left_s:.0f} s for {describe_needs(spec)}: {shortage}")
+        report(describe_wait(spec, left_s, shortage))
     return shortage
 
 

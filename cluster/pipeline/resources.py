@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
-from tramontane.cluster.ray_internals.accessors import free_resources, living_actors
+from tramontane.cluster.ray_internals.accessors import free_resources, has_autoscaler, living_actors
 from tramontane.proto.errors import PlanError
 
 MAX_NAMED = 4  # holders in a message
@@ -40,10 +40,18 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResources:
-    """The nodes of a cluster, and what holds their resources. Tasks hold resources too, and are not among the holders."""
+    """The nodes of a cluster, and what holds their resources. Tasks hold resources too, and are not among the holders.
+
+    ``may_grow``: Ray's autoscaler may add nodes.
+    """
 
     nodes: tuple[Node, ...]
     holders: tuple[Holder, ...] = ()
+    may_grow: bool = False
+
+    def may_grow_for(self, spec: PipelineSpec) -> bool:
+        """Return whether nodes that are added could hold the pipeline: not if it is planned for certain nodes."""
+        return self.may_grow and not any(spec.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ def read_resources() -> ClusterResources:
     actors = living_actors()
     groups: dict[str, Any] = ray.util.placement_group_table()
     pipelines = {actor.name.removesuffix(SUPERVISOR_SUFFIX) for actor in actors if actor.name.endswith(SUPERVISOR_SUFFIX)}
-    return ClusterResources(nodes, (*_groups(groups.values(), pipelines), *map(_actor, actors)))
+    return ClusterResources(nodes, (*_groups(groups.values(), pipelines), *map(_actor, actors)), has_autoscaler())
 
 
 def _groups(groups: Iterable[dict[str, Any]], pipelines: set[str]) -> Iterable[Holder]:
@@ -89,10 +97,10 @@ def _actor(actor: Any) -> Holder:  # noqa: ANN401 - a message of Ray's
 
 
 def check_placeable(spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1) -> None:
-    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there."""
+    """Raise PlanError if the cluster could not hold the pipelines even if nothing else ran there, and cannot grow."""
     needs = _needs(spec, num_pipelines)
     total = {node.node_id: node.total for node in cluster.nodes}
-    if _have_room(needs, total):
+    if cluster.may_grow_for(spec) or _have_room(needs, total):
         return
     raise PlanError(
         f"the cluster is too small for {describe_needs(spec, num_pipelines)}: it has {_amounts(needs, total)} in all"
@@ -104,7 +112,7 @@ def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelin
     """Return what is missing for the pipelines now, and what holds it; "" if there is room.
 
     ``free are 0 of 2 CPU; pipeline tramontane-1a2b3c4d has 1 CPU, actor Trainer has 1 CPU``. It is "" too where only Ray knows
-    that bundles of unlike resources do not fit together.
+    that bundles of unlike resources do not fit together. What Ray's autoscaler may do about it follows.
     """
     needs = _needs(spec, num_pipelines)
     free, total = ({n.node_id: n.free for n in cluster.nodes}, {n.node_id: n.total for n in cluster.nodes})
@@ -112,15 +120,27 @@ def describe_shortage(spec: PipelineSpec, cluster: ClusterResources, num_pipelin
         return ""
     nodes, names = _allowed(needs, free), _used(needs)
     of = (f"{_sum(free, nodes, name):g} of {_sum(total, nodes, name):g} {name}" for name in names)
-    return f"free are {' and '.join(of)}{_room(needs, free)}{_held(cluster, nodes, names)}"
+    grows = "; Ray's autoscaler may add nodes" if cluster.may_grow_for(spec) else ""
+    return f"free are {' and '.join(of)}{_room(needs, free)}{_held(cluster, nodes, names)}{grows}"
 
 
-def no_room_error(spec: PipelineSpec, shortage: str, num_pipelines: int = 1, waited_s: float | None = None) -> PlanError:
-    """Return the error of pipelines for which resources are missing, as ``describe_shortage`` describes them."""
+def describe_wait(spec: PipelineSpec, seconds: float, shortage: str, num_pipelines: int = 1) -> str:
+    """Return what pipelines wait for, and for how long."""
+    return f"waiting up to {seconds:.0f} s for {describe_needs(spec, num_pipelines)}: {shortage}"
+
+
+def no_room_error(
+    spec: PipelineSpec, cluster: ClusterResources, num_pipelines: int = 1, waited_s: float | None = None
+) -> PlanError:
+    """Return the error of pipelines for which resources are missing."""
     waited = "" if waited_s is None else f" after {waited_s:.0f} s"
+    shortage = describe_shortage(spec, cluster, num_pipelines) or "Ray cannot place them"
+    end = "end what holds them"
+    if cluster.may_grow_for(spec):
+        end = "wait longer (placement_timeout in a --config file); ray status shows which nodes are added"
     return PlanError(
-        f"the cluster has no room for {describe_needs(spec, num_pipelines)}{waited}: {shortage or 'Ray cannot place them'}; "
-        f"use fewer {_options(spec, num_pipelines)}, or end what holds them"
+        f"the cluster has no room for {describe_needs(spec, num_pipelines)}{waited}: {shortage}; "
+        f"use fewer {_options(spec, num_pipelines)}, or {end}"
     )
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.serve.handle import DeploymentHandle
 
+NODE_TYPE_LABEL = "ray.io/node-group"
+
 
 def kv_get(key: str) -> bytes | None:
     """Read from the cluster's key-value store; None if the key is not there."""
@@ -55,6 +57,21 @@ def living_actors() -> list[Any]:
     """Return Ray's rows of the living actors, also of other namespaces; ``required_resources`` are those that one holds."""
     rows = table.GLOBAL_STATE.value._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     return [table.ACTOR_ROW.value.FromString(row) for row in rows]
+
+
+def has_autoscaler() -> bool:
+    """Return whether Ray's autoscaler may add nodes to the cluster that this process has joined.
+
+    Every head node has a monitor. With an autoscaler it reports node types by the names of a configuration; without one
+    ``node_`` and the id of the node. The autoscaler's version 2 reports none: there the type is a label of the node.
+    """
+    if table.IS_AUTOSCALER_2.value(fetch_from_server=True):
+        import ray
+
+        return any(NODE_TYPE_LABEL in node["Labels"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    status = json.loads(kv_get(table.AUTOSCALER_STATUS.value) or b"{}")
+    types: dict[str, str] = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(name != table.TYPE_WITHOUT_AUTOSCALER.value(node) for node, name in types.items())
 
 
 def grafana_dashboards() -> dict[str, dict[str, Any]]:

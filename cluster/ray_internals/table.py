@@ -131,6 +131,13 @@ _head_check = {"needed_for": OPEN_CHANNEL.needed_for, "breaks": OPEN_CHANNEL.bre
     needed_for="the token that ray.init shows to the cluster at --address auto",
     breaks="--address auto where the cluster asks for a token",
 )
+_autoscaler = {
+    "needed_for": "whether Ray's autoscaler may add nodes to a cluster that is too small",
+    "breaks": "waiting for nodes that an autoscaler adds",
+}
+(AUTOSCALER_STATUS,) = _add(_join, "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", **_autoscaler)
+(TYPE_WITHOUT_AUTOSCALER,) = _add(_join, "ray.autoscaler._private.util", "format_readonly_node_type(node_id)", **_autoscaler)
+(IS_AUTOSCALER_2,) = _add(_join, "ray.autoscaler.v2.utils", "is_autoscaler_v2(fetch_from_server)", **_autoscaler)
 
 MESSAGE_QUEUE, ADD_PORT = _add(
     _serve,

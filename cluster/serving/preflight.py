@@ -16,7 +16,14 @@ import psutil
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.common.ports import RUNNING_SERVER, describe_listener, find_listener, with_parents
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.resources import check_placeable, describe_shortage, no_room_error, read_resources
+from tramontane.cluster.pipeline.lifecycle import PLACEMENT_ATTEMPT_S
+from tramontane.cluster.pipeline.resources import (
+    check_placeable,
+    describe_shortage,
+    describe_wait,
+    no_room_error,
+    read_resources,
+)
 from tramontane.cluster.ray_internals.accessors import running_serve_options
 from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
 from tramontane.cluster.serving.batch_replica import job_settings
@@ -55,13 +62,20 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
         raise ConfigError(f"{flag}: {folder} cannot be written to; name another place, or allow it")
 
 
-def check_resources(spec: PipelineSpec, num_pipelines: int) -> None:
-    """Raise PlanError unless the cluster has free what the pipelines' stages need."""
+def check_resources(spec: PipelineSpec, num_pipelines: int, report: Callable[[str], None]) -> None:
+    """Raise PlanError unless the cluster has free what the pipelines' stages need.
+
+    Where Ray's autoscaler may add nodes, it does so once the stages wait for them. So then what is missing is only reported.
+    """
     check_placeable(spec, read_resources(), num_pipelines)
     deadline = time.monotonic() + RESOURCES_TIMEOUT_S  # Ray counts what has just ended as free a little later
-    while shortage := describe_shortage(spec, read_resources(), num_pipelines):
+    while shortage := describe_shortage(spec, cluster := read_resources(), num_pipelines):
+        if cluster.may_grow_for(spec):
+            wait = describe_wait(spec, PLACEMENT_ATTEMPT_S + spec.placement_timeout_s, shortage, num_pipelines)
+            report(f"{wait}; Ray Serve repeats the attempt some times")
+            return
         if time.monotonic() >= deadline:
-            raise no_room_error(spec, shortage, num_pipelines)
+            raise no_room_error(spec, cluster, num_pipelines)
         time.sleep(POLL_INTERVAL_S)
 
 

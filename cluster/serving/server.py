@@ -22,7 +22,7 @@ from tramontane.cluster.common.signals import SignalCounter
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.tracing import tracing_config
-from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
+from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, report_losses, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
@@ -172,7 +172,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
-        spec = pipeline_spec(config, validate_model(config), hardware)
+        spec = joined_pipeline_spec(config, validate_model(config), hardware)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
@@ -181,7 +181,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             )
         if owns_serve:
             check_ports(config, report)
-        check_resources(spec, config.replicas)
+        check_resources(spec, config.replicas, report)
         has_grpc = config.grpc_port > 0 if owns_serve else check_running_serve(config, report)
         with _remove_at_end(report, lambda: _remove(owns_serve)):
             if owns_serve:

@@ -23,6 +23,7 @@ from tramontane.cluster.pipeline.resources import (
     check_placeable,
     describe_needs,
     describe_shortage,
+    describe_wait,
     no_room_error,
     read_resources,
 )
@@ -117,8 +118,29 @@ def test_a_cluster_that_could_not_hold_the_pipeline_even_if_it_were_empty() -> N
         assert str(error.value).endswith(", or add nodes")
 
 
+def test_a_cluster_to_which_nodes_may_be_added_is_not_too_small() -> None:
+    small = replace(_cpus((1, 1)), may_grow=True)
+    check_placeable(_spec(2), small)
+    shortage = "free are 1 of 1 CPU; Ray's autoscaler may add nodes"
+    assert describe_shortage(_spec(2), small) == shortage
+    assert describe_wait(_spec(2), 65.2, shortage) == f"waiting up to 65 s for 2 stages (2 x {{CPU: 2}}): {shortage}"
+    assert str(no_room_error(_spec(2), small, waited_s=65.2)) == (
+        f"the cluster has no room for 2 stages (2 x {{CPU: 2}}) after 65 s: {shortage}; {OPTIONS}, or wait longer "
+        "(placement_timeout in a --config file); ray status shows which nodes are added"
+    )
+
+
+def test_nodes_that_are_added_do_not_help_a_pipeline_that_is_planned_for_others() -> None:
+    spec = _spec(num_stages=1, nodes=(("1",),))
+    small = replace(_cpus((2, 2), (0, 0)), may_grow=True)
+    with pytest.raises(PlanError, match="the cluster is too small"):
+        check_placeable(spec, small)
+    assert describe_shortage(spec, small) == "free are 0 of 0 CPU"
+    assert str(no_room_error(spec, small)).endswith("or end what holds them")
+
+
 def test_what_only_ray_finds_is_an_error_too() -> None:
-    assert str(no_room_error(_spec(), "", waited_s=65.2)) == (
+    assert str(no_room_error(_spec(), _cpus((2, 2)), waited_s=65.2)) == (
         "the cluster has no room for 2 stages (2 x {CPU: 1}) after 65 s: Ray cannot place them; "
         f"{OPTIONS}, or end what holds them"
     )
@@ -152,7 +174,9 @@ def test_tables_of_ray_become_nodes_and_holders(monkeypatch: pytest.MonkeyPatch)
     actors = [actor("Supervisor", "a-supervisor"), actor("Trainer", "", CPU=1.5)]
     for name, value in (("ray", fake), ("free_resources", lambda: {"0a": {"CPU": 0.5}}), ("living_actors", lambda: actors)):
         monkeypatch.setattr(resources, name, value)
+    monkeypatch.setattr(resources, "has_autoscaler", lambda: True)
     found = read_resources()
+    assert found.may_grow
     assert found.nodes == (Node("0a", {"CPU": 5.0}, {"CPU": 0.5}), Node("0b", {"CPU": 1.0}, {}))
     assert [(holder.label, holder.node_id, holder.held) for holder in found.holders if holder.held] == [
         ("pipeline a", "0a", {"CPU": 1.0}),

@@ -1,6 +1,7 @@
 """Several stages on one GPU, on a raylet that offers GPUs which are not there: who gets which, also after a death."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import bundle_options
 from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.engine import pipeline_spec
+from tramontane.cluster.pipeline import engine, resources
+from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_spec
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_resources
@@ -137,15 +139,36 @@ def test_what_is_requested_of_the_cluster_is_what_bundles_take(
     spec = _spec(hardware, folder, stages=5, stages_per_gpu=2)
     assert spec.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     assert spec.describe_workers() == "5 stages, 2 to a GPU"
-    check_resources(spec, 1)
+    reports: list[str] = []
+    check_resources(spec, 1, reports.append)
     with pytest.raises(PlanError, match=r"too small for 10 stages, 2 to a GPU \(4 x \{CPU: 2, GPU: 1\} and 2 x .* 3 GPU in all"):
-        check_resources(spec, 2)
+        check_resources(spec, 2, reports.append)
     monkeypatch.setattr(serve_checks, "RESOURCES_TIMEOUT_S", 0.0)
     with (
         _group_of(_spec(hardware, folder, "other", stages=1)),
         pytest.raises(PlanError, match=r"no room for 5 stages.*free are 15 of 16 CPU and 2 of 3 GPU; placement group other has"),
     ):
-        check_resources(spec, 1)
+        check_resources(spec, 1, reports.append)
+    assert reports == []
+    monkeypatch.setattr(resources, "has_autoscaler", lambda: True)
+    check_resources(spec, 2, reports.append)
+    (line,) = reports
+    assert re.fullmatch(
+        r"waiting up to 65 s for 10 stages, 2 to a GPU \(.*\): free are .*; Ray's autoscaler may add nodes; "
+        "Ray Serve repeats the attempt some times",
+        line,
+    )
+
+
+def test_too_few_gpus_are_an_error_that_names_what_makes_the_autoscaler_add_some(
+    hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.build(None, {"model": folder, "stages": 4})
+    with pytest.raises(PlanError, match=r"^4 stages need a GPU each, and there are 3; use fewer --stages or --replicas$"):
+        joined_pipeline_spec(config, ARGS, hardware)
+    monkeypatch.setattr(engine, "has_autoscaler", lambda: True)
+    with pytest.raises(PlanError, match=r"or --replicas, or let Ray's autoscaler add nodes first \(see docs/planning.md\)$"):
+        joined_pipeline_spec(config, ARGS, hardware)
 
 
 def test_expert_actors_have_gpus_of_their_own(hardware: Hardware, folder: Path) -> None:
