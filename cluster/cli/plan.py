@@ -64,16 +64,16 @@ def plan(
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
     settings = _settings(context)
-    panel_rows = 1
+    panel_rows, has_gpus = 1, True
     if settings.gpu_memory is None:
-        memories, panel_rows = _memory_here(settings.stages or gpus)
-        settings = settings.model_copy(update={"gpu_memory": memories})
+        settings, panel_rows, has_gpus = _with_memory_here(settings, gpus)
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
     if len(budgets) > args.n_layers:
         per_gpu = settings.stages_per_gpu
         many = f"{len(budgets) // per_gpu} GPUs{f' of {per_gpu} stages' if per_gpu > 1 else ''}"
+        many = many if has_gpus else f"{len(budgets)} stages"
         raise PlanError(f"{many} are too many: the model has {args.n_layers} layers, and no stage may be empty")
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
@@ -88,7 +88,7 @@ def plan(
         measured=settings.measured,
         panel_rows=panel_rows,
     )
-    pipeline = _make_plan(args, request, settings.stages_per_gpu)
+    pipeline = _make_plan(args, request, settings.stages_per_gpu if has_gpus else None)
     times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
     if as_json:
         parameters = {"parameters": args.num_parameters, "active_parameters": args.num_active_parameters}
@@ -109,27 +109,38 @@ def _settings(context: typer.Context) -> EngineConfig:
     return EngineConfig.build(None, keys | {"load_format": "dummy"})  # weights are not needed
 
 
-def _memory_here(num_stages: int | None) -> tuple[tuple[int, ...], int]:
-    """Return the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it.
+def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineConfig, int, bool]:
+    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it.
 
-    The second number is the rows of a panel of packed matrices: 1 on GPUs, which pack none.
+    The number is the rows of a panel of packed matrices: 1 on GPUs, which pack none. The last value is whether it has GPUs.
     """
     from tramontane.cluster.planning.hardware import probe_local  # imports Ray, which no other plan needs
 
     hardware = probe_local()
+    per_slot = hardware.stages_per_slot(settings.stages_per_gpu)
     if hardware.gpus:
-        memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_stages]
-        source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs"
+        num_gpus = gpus or (settings.stages and -(-settings.stages // per_slot))
+        memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_gpus]
+        sizes = ", ".join(format_bytes(memory) for memory in memories)
+        source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs: {sizes}"
     else:
-        num_stages = num_stages or hardware.default_stage_count()
+        num_stages = settings.stages or gpus or hardware.default_stage_count()
         memories = (hardware.stage_memory(num_stages),) * num_stages
-        source = "this machine's free memory, as it has no GPU"
-    sizes = ", ".join(format_bytes(memory) for memory in memories)
-    Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}: {sizes}", soft_wrap=True)
-    return memories, 1 if hardware.gpus else hardware.panel_rows
+        each, free = (format_bytes(memories[0] * number) for number in (1, num_stages))
+        source = f"one stage with this machine's {free} of free memory, as it has no GPU"
+        if num_stages > 1:
+            source = f"{num_stages} stages that share this machine's {free} of free memory, {each} each, as it has no GPU"
+    Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}", soft_wrap=True)
+    given = {"gpu_memory": memories, "stages_per_gpu": per_slot}
+    return settings.model_copy(update=given), 1 if hardware.gpus else hardware.panel_rows, bool(hardware.gpus)
 
 
-def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int) -> PipelinePlan:
+def _size(num_bytes: float) -> str:
+    """Return the number of GiB, or a smaller size with its unit."""
+    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB else format_bytes(num_bytes)
+
+
+def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int | None) -> PipelinePlan:
     """Make the plan. Raises PlanError, which suggests fixes if there is too little memory."""
     try:
         return make_plan(args, request)
@@ -179,13 +190,13 @@ def _show(
     table = Table("stage", "layers", "GiB", "weights", "cache", *lengths)
     for stage, budget, row in zip(plan.stages, budgets, capacities, strict=True):
         counts = (f"{c.num_seqs} ({c.num_seqs_without_windows})" if has_windows else str(c.num_seqs) for c in row)
-        sizes = (f"{size / GIB:.2f}" for size in (budget.memory, stage.packed_bytes, stage.cache_bytes))
+        sizes = map(_size, (budget.memory, stage.packed_bytes, stage.cache_bytes))
         table.add_row(f"{stage.stage_id + 1}/{len(budgets)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
     of_all = pipeline_capacity(plan)
-    totals = (sum(sizes) / GIB for sizes in zip(*((s.packed_bytes, s.cache_bytes) for s in plan.stages), strict=True))
-    memory = sum(budget.memory for budget in budgets) / GIB
+    totals = map(sum, zip(*((s.packed_bytes, s.cache_bytes) for s in plan.stages), strict=True))
+    memory = sum(budget.memory for budget in budgets)
     counts = (str(of_all.get(each.length, "")) for each in capacities[0])
-    table.add_row("all", f"0-{args.n_layers - 1}", f"{memory:.2f}", *(f"{total:.2f}" for total in totals), *counts)
+    table.add_row("all", f"0-{args.n_layers - 1}", _size(memory), *map(_size, totals), *counts)
     console.print(table)
     if lengths:
         brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
@@ -236,11 +247,11 @@ def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
     table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
     actors = experts.plan.actors
     for actor, budget, share in zip(actors, experts.budgets, experts.shares, strict=True):
-        sizes = (f"{size / GIB:.2f}" for size in (budget.memory, budget.usable, actor.weight_bytes))
+        sizes = map(_size, (budget.memory, budget.usable, actor.weight_bytes))
         table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", *sizes, str(len(actor.experts)), f"{share:.2f} x")
     totals = [sum(budget.memory for budget in experts.budgets), sum(budget.usable for budget in experts.budgets)]
     totals.append(sum(actor.weight_bytes for actor in actors))
-    table.add_row("all", *(f"{total / GIB:.2f}" for total in totals), str(sum(len(actor.experts) for actor in actors)), "")
+    table.add_row("all", *map(_size, totals), str(sum(len(actor.experts) for actor in actors)), "")
     console.print(table)
     kind = "all experts assumed to be alike" if experts.busiest_if_even is None else "by the measured load"
     console.print(f"experts: pairs of a layer and one of its experts; load: relative to the actors' mean, {kind}")

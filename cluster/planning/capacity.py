@@ -65,7 +65,8 @@ def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1
 
     ``per_gpu``: stages that share a GPU; None if the memory is a machine's, which more stages would only divide further.
     """
-    fixes = ([] if per_gpu is None else _other_gpus(args, request, per_gpu)) + _smaller_needs(args, request)
+    more = _more_memory(args, request) if per_gpu is None else _other_gpus(args, request, per_gpu)
+    fixes = more + _smaller_needs(args, request)
     return f"possible: {', or '.join(fixes)}" if fixes else "nothing of this kind is possible with so little memory"
 
 
@@ -79,13 +80,26 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
     if num_stages is not None:
         fixes.append(f"{num_stages // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")
 
-    def is_enough(gib: int) -> bool:
-        return is_feasible(args, replace(request, budgets=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
-
-    memory = _smallest_satisfying(is_enough, 2**14)
+    memory = _smallest_memory(args, request, per_gpu)
     if memory is not None:
         fixes.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
     return fixes
+
+
+def _more_memory(args: ModelArgs, request: PlanRequest) -> list[str]:
+    """Describe how much free memory a machine without a GPU should have."""
+    memory, num_stages = _smallest_memory(args, request, 1), request.num_stages
+    stages = f"each of {num_stages} stages" if num_stages > 1 else "the stage"
+    return [] if memory is None else [f"{memory} GiB of free memory for {stages}"]
+
+
+def _smallest_memory(args: ModelArgs, request: PlanRequest, per_gpu: int) -> int | None:
+    """Return the GiB that all GPUs should have at least; None if no size is enough."""
+
+    def is_enough(gib: int) -> bool:
+        return is_feasible(args, replace(request, budgets=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
+
+    return _smallest_satisfying(is_enough, 2**14)
 
 
 def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_models import random_model, tiny_args, write_checkpoint
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
@@ -104,7 +106,45 @@ def test_without_a_gpu_stages_share_the_free_memory(monkeypatch: pytest.MonkeyPa
         plan("mistral-7b-v0.1", None, json=True, **options)
         shown = capsys.readouterr()
         assert [stage["memory"] for stage in json.loads(shown.out)["stages"]] == [here.stage_memory(number)] * number
-        assert "this machine's free memory, as it has no GPU" in shown.err
+        assert f"is for {number} stages that share this machine's 60 GiB of free memory, {60 / number:g} GiB each" in shown.err
+    plan("mistral-7b-v0.1", None, stages=1)
+    assert "is for one stage with this machine's 60 GiB of free memory, as it has no GPU\n" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (20 * GIB,), ()))
+    for stages, needed in ((2, "each of 2 stages"), (1, "the stage")):
+        with pytest.raises(PlanError) as refused:
+            plan("mixtral-8x7b", None, stages=stages)
+        message = str(refused.value).split("; possible: ")[1]
+        memory = int(message.removesuffix(f" GiB of free memory for {needed}"))
+        for less, fits in ((0, True), (1, False)):
+            free = (memory - less) * stages * GIB
+            monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda free=free: Hardware((8,), (free,), ()))
+            with nullcontext() if fits else pytest.raises(PlanError):
+                plan("mixtral-8x7b", None, stages=stages)
+        monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (20 * GIB,), ()))
+    with pytest.raises(PlanError, match=r"^33 stages are too many: the model has 32 layers"):
+        plan("mistral-7b-v0.1", None, stages=33)
+    plan("mistral-7b-v0.1", None, stages=4, stages_per_gpu=2, json=True)
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]) == 4
+
+
+def test_stages_that_share_a_gpu_need_fewer_of_this_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = tuple(Gpu("H200", 30 * GIB, index=index) for index in range(4))
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus))
+    plan("mistral-7b-v0.1", None, stages=4, stages_per_gpu=2, json=True)
+    shown = capsys.readouterr()
+    assert [stage["memory"] for stage in json.loads(shown.out)["stages"]] == [15 * GIB] * 4
+    assert "2 of this machine's 4 GPUs: 30 GiB, 30 GiB" in shown.err
+
+
+def test_sizes_of_less_than_a_gib_have_their_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(str(DEMO_MODEL), "1GiB,512MiB")
+    cells = [[cell.strip() for cell in line.split("│")[3:6]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert cells == [["1.00", "5.5 MiB", "5 MiB"], ["512 MiB", "5.5 MiB", "5 MiB"], ["1.50", "11 MiB", "10 MiB"]]
 
 
 def test_what_a_window_saves_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

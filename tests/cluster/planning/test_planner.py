@@ -1,6 +1,7 @@
 """Plans: layers split by cost, pages counted by memory, and the configuration that requests them."""
 
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -385,9 +386,11 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
     with pytest.raises(PlanError) as refusal:
         plan_pipeline(EngineConfig(stages=2), args, hardware)
-    words = str(refusal.value).split("possible: ")[1].split()
-    assert words[0] == "--max-model-len", "not more stages, which would share the same memory"
-    plan_pipeline(EngineConfig(stages=2, max_model_len=int(words[1].strip(","))), args, hardware)
+    first, second = re.findall(
+        r"possible: (\d+) GiB of free memory for each of 2 stages, or --max-model-len (\d+)", str(refusal.value)
+    )[0]
+    plan_pipeline(EngineConfig(stages=2), args, replace(hardware, node_memory=(2 * int(first) * GIB,)))
+    plan_pipeline(EngineConfig(stages=2, max_model_len=int(second)), args, hardware)
     on_gpus = Hardware((8,), (GIB,), gpus=(Gpu("H200", memory),) * 2)
     with pytest.raises(PlanError, match=r"; possible: 4 GPUs of"):
         plan_pipeline(EngineConfig(stages=2), args, on_gpus)
