@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
@@ -43,7 +43,7 @@ def _client(url: str, key: str | None, key_file: Path | None) -> Iterator[BatchC
 
 @batch.command(cls=PlainCommand)
 def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file, in the format of OpenAI's batches.")],
+    file: Annotated[Path, typer.Argument(help="JSONL file, in the format of OpenAI's batches.")],
     endpoint: Annotated[Endpoint, option("--endpoint", help=ENDPOINT_HELP, metavar="PATH")] = "/v1/completions",
     any_order: Annotated[bool, flag("--any-order", help="Write results as they are ready, not in the order of input.")] = False,
     url: Url = DEFAULT_URL,
@@ -52,6 +52,10 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a file of requests, one per line, and print the job's ID."""
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist; give a file with a request on each line")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; give a file with a request on each line")
     with _client(url, key, key_file) as client:
         job = client.submit(file, not any_order, endpoint)
     if as_json:
@@ -92,6 +96,19 @@ def _watch_json(client: BatchClient, job_id: str) -> dict[str, Any]:
     return last
 
 
+def _watch_lines(jobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Print a line when the job's status has changed or another tenth of its lines has ended. The last one is the caller's."""
+    job: dict[str, Any] = {}
+    last: tuple[str, int] | None = None
+    for job in jobs:
+        counts = job["request_counts"]
+        now = job["status"], 10 * (counts["completed"] + counts["failed"]) // max(counts["total"], 1)
+        if now != last and job["status"] not in ENDED:
+            console.print(_line(job), markup=False, soft_wrap=True)
+        last = now
+    return job
+
+
 def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
     rate = TextColumn("{task.fields[rate]}")
     columns = (
@@ -104,6 +121,8 @@ def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
     )
     jobs = client.watch(job_id)
     job = first = next(jobs)  # if the server does not answer, there is nothing to show
+    if not console.is_terminal:
+        return _watch_lines(chain([first], jobs))
     with Progress(*columns, console=console, speed_estimate_period=RATE_WINDOW_S) as progress:
         task = progress.add_task(job_id, total=None, rate="")
         for job in chain([first], jobs):

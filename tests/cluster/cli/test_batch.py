@@ -134,6 +134,33 @@ def test_a_job_from_its_file_to_its_results_over_a_bad_line(tmp_path: Path, tram
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_without_a_terminal_watch_prints_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line of words for each state and each tenth of the job, and the last one on standard output."""
+
+    def job(status: str, completed: int, failed: int = 0) -> dict[str, Any]:
+        counts = {"total": 20, "completed": completed, "failed": failed}
+        return {"id": "batch_1", "status": status, "request_counts": counts, "errors": None}
+
+    jobs = [job("validating", 0), job("in_progress", 0), job("in_progress", 1), job("in_progress", 3, 1), job("completed", 19, 1)]
+    monkeypatch.setattr(batch_client.BatchClient, "watch", lambda _self, _id: iter(jobs))
+    watch("batch_1", "http://127.0.0.1:1")
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "batch_1 validating: 20 lines, 0 answered, 0 with an error",
+        "batch_1 in_progress: 20 lines, 0 answered, 0 with an error",
+        "batch_1 in_progress: 20 lines, 3 answered, 1 with an error",
+    ]
+    assert out == "batch_1 completed: 20 lines, 19 answered, 1 with an error\n"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    for file, why in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path, "is a folder")):
+        complaint = refused("batch", "submit", file, "--url", "http://127.0.0.1:1")
+        assert complaint == f"{file} {why}; give a file with a request on each line"
+
+
 def test_what_an_earlier_command_got_is_kept(tmp_path: Path, tramontane: Callable[..., str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(20))
     with _server(new_batch_harness(tmp_path), runs=True) as (url, _):
