@@ -44,6 +44,7 @@ Report = Callable[[str], None]
 READY_POLL_INTERVAL_S = 0.1
 READY_TIMEOUT_S = 60.0
 DEFAULT_DRAIN_S = 30.0
+ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # no client connects to these; the others are at this machine
 OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # names, not those of other applications: see ``adopt_or_create_pipeline``
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,11 @@ class ReadyInfo:
         low, high = self.config.replicas, self.config.max_pipelines
         pipelines = f"{low} to {high} pipelines" if high > low else f"{low} pipeline{'s' * (low != 1)}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
+        interfaces = f", on all interfaces ({self.config.host})" if self.config.host in ALL_INTERFACES else ""
         dashboard = f", Ray's dashboard is http://{self.dashboard}" if self.dashboard else ""
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
-            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; "
+            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}{interfaces}; "
             f"{self.url}/ui shows it at work{dashboard}, Ctrl-C stops it"
         )
 
@@ -109,9 +111,10 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     cluster = _own_cluster if config.address is None else _joined_cluster
     with cluster(config, report, show_loading) as (has_grpc, dashboard):
         started_at = psutil.Process().create_time()
-        url = f"http://{format_host(config.host)}:{config.port}"
+        host = format_host(ALL_INTERFACES.get(config.host, config.host))
+        url = f"http://{host}:{config.port}"
         _wait_until_healthy(url)
-        grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
+        grpc = f"{host}:{config.grpc_port}" if has_grpc else None
         num_stages = len(actor_names(rf"{OUR_PIPELINES}{STAGE_SUFFIX}\d+")) // config.replicas
         ready = ReadyInfo(url, grpc, config, num_stages, time.time() - started_at, dashboard)
         with SignalCounter() as signals:
