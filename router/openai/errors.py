@@ -188,4 +188,6 @@ def describe_json_error(message: str) -> str:
     if (position := _POSITION.search(text)) is None:
         return reason
     line, column = position.groups()
+    if text.startswith("expected value") and (line, column) == ("1", "1"):  # prompt=hi, as a form has it
+        reason = "it does not begin as JSON does; a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"
