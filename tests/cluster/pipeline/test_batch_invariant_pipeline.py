@@ -1,4 +1,4 @@
-"""On Ray's actors answers have the same bits, too: over both links, on any number of stages, with experts outside, after a death."""
+"""On Ray's actors answers have the same bits, too: both links, any number of stages, with experts outside, and after deaths."""
 
 import asyncio
 import shutil
