@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -101,6 +101,9 @@ bench-scheduler: $(STAMP)  ## the scheduler's time per micro-batch
 
 bench-arithmetic: $(STAMP)  ## computation time of one stage, by phase
 	$(BIN)/python tests/bench/arithmetic.py
+
+bench-invariance: $(STAMP)  ## throughput and time to first token with batch invariance, against without
+	$(BIN)/python tests/bench/invariance.py
 
 bench-windows: $(STAMP)  ## attention of a prompt with a sliding window, against full attention
 	$(BIN)/python tests/bench/windows.py

@@ -60,6 +60,11 @@ def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:  # no
     return {"run": _returns(figures)}
 
 
+def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:  # noqa: ANN401
+    figures = {"with": [{"tokens_per_second": speed, "ttft_s": ttft}], "without": [{"tokens_per_second": 100.0, "ttft_s": 1.0}]}
+    return {"run": _returns(dict.fromkeys(bench.MODELS, figures))}
+
+
 def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:  # noqa: ANN401
     return {"measure": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
 
@@ -298,6 +303,7 @@ CASES = {
     "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
     "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
     "serve_memory": Case(_serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]),
+    "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),

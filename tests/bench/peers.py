@@ -134,7 +134,7 @@ class Bench:
 
     def run(self, peers: list[str], rounds: int) -> None:
         """Run all systems alternately, each in its own process."""
-        folders = {name: self._checkpoint(name) for name in MODELS}
+        folders = {name: self.checkpoint(name) for name in MODELS}
         pythons = {name: python for name in peers if (python := self._environment(name)) is not None}
         for number in range(rounds):
             for model, folder in folders.items():
@@ -153,7 +153,7 @@ class Bench:
         ours, theirs = (self.speeds[comparison.work, str(system)] for system in (comparison.ours, comparison.against))
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
-    def _checkpoint(self, name: str) -> Path:
+    def checkpoint(self, name: str) -> Path:
         folder = self.cache / name
         if not folder.exists():
             self.console.print(f"writing {folder} ...", style="dim")
