@@ -19,6 +19,7 @@ from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.request import SamplingParams
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -62,12 +63,14 @@ def _plan(kind: str, dtype: str, case: Case) -> PipelinePlan:
     return replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
 
 
-def _answers(folder: Path, plan: PipelinePlan, prompts: Sequence[list[int]], case: Case) -> tuple[list[Values], int]:
+def _answers(
+    folder: Path, plan: PipelinePlan, prompts: Sequence[list[int]], case: Case, sampling: SamplingParams = SAMPLING
+) -> tuple[list[Values], int]:
     """Return the values of each answer, and how many sequences were preempted."""
     chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
     scheduler = scheduler_for(plan, case.budget, FixedInFlightPolicy(case.max_in_flight, case.budget))
     try:
-        answers = asyncio.run(run_answers(chain, scheduler, prompts, SAMPLING, together=case.together))
+        answers = asyncio.run(run_answers(chain, scheduler, prompts, sampling, together=case.together))
     finally:
         chain.close()
     return list(map(exact_values, answers)), scheduler.num_preempted
@@ -118,6 +121,24 @@ def test_sequences_that_are_preempted_are_among_them(folders: dict[str, Path]) -
     got, num_preempted = _answers(folders["dense"], plan, [random_ids(16, seed) for seed in range(12)], case)
     assert num_preempted > 0
     assert got == [_alone(folders["dense"], "dense", "bfloat16", 16, seed) for seed in range(12)]
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(case=CASES, length=st.sampled_from([1, 16, 33, 60]), num_known=st.integers(0, 11))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["mixtral", "interleaved"])
+def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
+    folders: dict[str, Path], kind: str, dtype: str, case: Case, length: int, num_known: int
+) -> None:
+    """What was decoded is then a part of the prompt. Without penalties, which count the answer's tokens only."""
+    sampling = replace(SAMPLING, frequency_penalty=0.0, ignore_eos=True)
+    prompt = random_ids(length, seed=5)
+    whole = Case(together=False)
+    ((token_ids, logprobs),), _ = _answers(folders[kind], _plan(kind, dtype, whole), [prompt], whole, sampling)
+    known, more = [*prompt, *token_ids[:num_known]], replace(sampling, max_tokens=len(token_ids) - num_known)
+    ((again, logprobs_again),), _ = _answers(folders[kind], _plan(kind, dtype, case), [known], case, more)
+    assert again == token_ids[num_known:]
+    assert all(logprobs_again[position] == logprobs[position] for position in range(len(known), len(prompt) + len(token_ids)))
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)

@@ -2,10 +2,10 @@
 
     python tests/bench/invariance.py [--rounds 5] [--cache .bench] [--before CHECKOUT] [--json]
 
-The two models of ``peers.py`` on two stages of one core each, 64 prompts of 128 random tokens and answers of 64. In each round both
-run once, in processes of their own and in turns; the ratios are medians of the rounds' ratios. Without batch invariance stages
-choose attention by its speed. ``--before`` is a checkout of an earlier version, with its ``.venv``, which runs instead of
-``--no-batch-invariant``.
+The two models of ``peers.py`` on two stages of one core each, 64 prompts of 128 random tokens and answers of 64. In each round
+both run once, in processes of their own and in turns; the ratios are medians of the rounds' ratios. Without batch invariance
+stages choose attention by its speed. ``--before`` is a checkout of an earlier version, with its ``.venv``, which runs instead
+of ``--no-batch-invariant``.
 """
 
 import argparse
