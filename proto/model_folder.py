@@ -97,8 +97,8 @@ def resolve_model_args(model: Path) -> ModelArgs:
         raise CheckpointError(describe_missing(str(model)))
     if not model.exists() and len(model.parts) == 1:
         raise CheckpointError(
-            f"{model} is neither a folder nor a published geometry; there are {', '.join(PRESETS)}"
-            f"{did_you_mean(str(model).lower(), (*PRESETS, *LATENT_MODELS))}"
+            f"{model} is neither a folder nor a published geometry"
+            f"{did_you_mean(str(model).lower(), (*PRESETS, *LATENT_MODELS))}; there are {', '.join(PRESETS)}"
         )
     return read_model_args(model)
 

@@ -114,7 +114,7 @@ def preset(name: str) -> ModelArgs:
         raise ConfigError(describe_missing(name))
     if name not in PRESETS:
         likely = did_you_mean(name.lower(), (*PRESETS, *LATENT_MODELS))
-        raise ConfigError(f"{name!r} is no published geometry; there are {', '.join(PRESETS)}{likely}")
+        raise ConfigError(f"{name!r} is no published geometry{likely}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

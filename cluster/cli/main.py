@@ -45,6 +45,9 @@ COMMANDS = MappingProxyType(
 )
 MODULES = MappingProxyType({"drain": "serve", "k8s": "deploy", "cluster-yaml": "deploy"})
 
+# Errors of a path that a user gave, which any question about it raises: whether it exists, is a folder, may be written.
+UNUSABLE_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS)
+
 
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
@@ -130,6 +133,9 @@ def main() -> None:
         _discard_output()
         code = 1
     except OSError as error:
+        if error.errno in UNUSABLE_PATH and error.filename:
+            print_error(f"{error.filename} cannot be used: {error.strerror}")
+            sys.exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _discard_output()

@@ -64,6 +64,8 @@ def plan(
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
     settings = _settings(context)
+    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
     panel_rows, has_gpus = 1, True
     if settings.gpu_memory is None:
         settings, panel_rows, has_gpus = _with_memory_here(settings, gpus)
@@ -151,8 +153,6 @@ def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int | None
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
     """Return what each stage may use: a GPU of 80 GiB with 2 stages is two of 40 GiB. Of 5 stages the third GPU has one."""
     memories, per_gpu, stages = settings.gpu_memory or (), settings.stages_per_gpu, settings.stages
-    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
-        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
     needed = None if stages is None else math.ceil(stages / per_gpu)
     if None not in (gpus, needed) and gpus != needed:
         raise ConfigError(
@@ -222,6 +222,8 @@ def _parameters(args: ModelArgs) -> str:
 
 def _pages(plan: PipelinePlan) -> str:
     """Describe the pages: ``a cache of 16448 pages of 16 tokens in layers with a sliding window of 4096``."""
+    if len(plan.cache.classes) == 1 and plan.cache.classes[0].window is None:
+        return f"a cache of {plan.cache.classes[0].num_pages} pages of {plan.cache.page_size} tokens"
     layers = [
         f"{c.num_pages} pages of {plan.cache.page_size} tokens in layers "
         + (f"with a sliding window of {c.window}" if c.window else "without a sliding window")

@@ -72,8 +72,9 @@ class PipelineKeys(KeyGroup):
     quantize: Quantization | None = key(None, "int8, w8a8 or fp8 weights: half the memory.", unset="off", defines_pipeline=True)
     batch_invariant: bool | None = key(
         None,
-        "Refuse to start where a request's tokens could depend on what else is computed at the same time, on how its prompt is "
-        "divided, or on the number of stages. With --no-batch-invariant stages choose the fastest kernels.",
+        "The same tokens for a request whatever else is computed at the same time, however its prompt is divided, on any number "
+        "of stages (docs/batch-invariance.md). A stage that cannot have it refuses to start. With --no-batch-invariant stages "
+        "choose the fastest kernels.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )

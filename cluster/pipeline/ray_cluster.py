@@ -65,7 +65,10 @@ def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int 
     except PipelineError:
         raise
     except Exception as error:  # Ray raises a bare Exception where its node does not come up in time
-        raise PipelineError(f"Ray could not be started: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "timed out during startup" in reason:
+            reason = "its processes did not answer within 30 s. The machine may be too busy: try again"
+        raise PipelineError(f"Ray could not be started: {reason}") from error
     with mute_worker_logs():
         try:
             yield context.dashboard_url or ""

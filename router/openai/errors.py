@@ -189,5 +189,5 @@ def describe_json_error(message: str) -> str:
         return reason
     line, column = position.groups()
     if text.startswith("expected value") and (line, column) == ("1", "1"):  # prompt=hi, as a form has it
-        reason = "it does not begin as JSON does; a request begins with {"
+        reason = "a request begins with {"
     return f"{reason} ({f'line {line}, ' * (line != '1')}column {column})"

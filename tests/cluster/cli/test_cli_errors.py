@@ -1,5 +1,6 @@
 """Bad input: one clear line on standard error, exit code 2, nothing on standard output."""
 
+import errno
 import logging
 import os
 import re
@@ -576,3 +577,33 @@ def test_a_full_disk_behind_standard_output_is_one_line(arguments: list[str]) ->
     full = os.open("/dev/full", os.O_WRONLY)
     assert _run_with_output(full, *arguments) == (1, "error: the output cannot be written: No space left on device\n")
     os.close(full)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--model"],
+        ["generate", "--local", "--model"],
+        ["serve", "--model"],
+        ["serve", "--config"],
+        ["serve", "--api-key-file"],
+        ["monitoring", "--out"],
+        ["batch", "submit"],
+        ["batch", "results", "x", "--output"],
+        ["make-random", "--like", "mistral-7b-v0.1", "--out"],
+        ["experts", "--of"],
+    ],
+)
+def test_a_path_that_cannot_even_be_asked_about_is_one_line(refused: Refused, command: list[str]) -> None:
+    """Not even whether it exists: a name has 255 bytes at most."""
+    assert "File name too long" in refused(*command, "x" * 300)
+
+
+def test_a_folder_that_cannot_be_searched_is_one_line(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another user; the user of the tests may be root."""
+
+    def denied(path: Path, **_: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    assert refused("batch", "submit", "theirs/requests.jsonl") == "theirs/requests.jsonl cannot be used: Permission denied"

@@ -229,7 +229,7 @@ def test_a_kind_of_error_that_is_not_known_is_not_described_in_other_words_than_
 BROKEN_JSON = {
     "": "it ends too early (column 0)",
     "{": "it ends too early (column 1)",
-    "prompt=hi": "it does not begin as JSON does; a request begins with { (column 1)",
+    "prompt=hi": "a request begins with { (column 1)",
     "--": "a number is not written as in JSON (column 2)",
     '{"a"\n: tru}': "there is a word that JSON does not have; its words are true, false and null (line 2, column 6)",
     '{"a" 1}': "a colon is missing after a key (column 6)",
