@@ -133,17 +133,22 @@ def main() -> None:
         _discard_output()
         code = 1
     except OSError as error:
-        if error.errno in UNUSABLE_PATH and error.filename:
-            print_error(f"{error.filename} cannot be used: {error.strerror}")
-            sys.exit(2)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _discard_output()
-        print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
-        code = 1
+        code = _report_system_error(error)
     if code == INTERRUPTED:  # typer returns the same for Ctrl-C
         print_error("interrupted")
     sys.exit(code or 0)
+
+
+def _report_system_error(error: OSError) -> int:
+    """Print one line about a path that cannot be used, or a full disk, and return the exit code. Raises all other errors."""
+    if error.errno in UNUSABLE_PATH and error.filename:
+        print_error(f"{error.filename} cannot be used: {error.strerror}")
+        return 2
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    _discard_output()
+    print_error(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+    return 1
 
 
 def _usage_error(error: typer.TyperException) -> str:

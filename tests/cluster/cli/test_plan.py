@@ -310,7 +310,7 @@ def test_numbers_that_can_only_be_slips_are_named(
 
 
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
-    with pytest.raises(CheckpointError, match="llama is neither a folder nor a published geometry.*; there are mistral-7b"):
+    with pytest.raises(CheckpointError, match=r"llama is neither a folder nor a published geometry.*; there are mistral-7b"):
         plan("llama", "24GiB")
 
 
