@@ -243,6 +243,7 @@ class RequestOutput(NamedTuple):
     # order of positions, and never without an event of the same sequence.
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
+    fingerprint: str = ""  # of the pipeline that makes these tokens and those that follow; "" if no other than before
 
     @property
     def num_values(self) -> int:
@@ -251,6 +252,11 @@ class RequestOutput(NamedTuple):
             return 0
         extras: list[ExpertChoices | Logprobs] = [*self.experts, *self.logprobs]
         return sum((each.end - each.start) * each.values_per_token for each in extras)
+
+
+def announcement(fingerprint: str) -> RequestOutput:
+    """Return an output without tokens: those that follow are made by a pipeline with this fingerprint, "" if it is not known."""
+    return RequestOutput((), RequestTimings(0.0, 0.0, 0.0), fingerprint=fingerprint)
 
 
 # ---- in logs: fields of a record besides its message, for ``extra=``; the JSON format writes them as fields of their own

@@ -31,7 +31,7 @@ PACKAGES: dict[str, set[str]] = {
     "workers.sampling": {"proto", "workers.device"},
     "workers.model": {"proto", "workers.device", "workers.kernels"},
     "workers.weights": {"proto", "workers.device", "workers.kernels", "workers.model"},
-    "workers.experts": {"proto", "workers.kernels", "workers.links", "workers.model", "workers.weights"},
+    "workers.experts": {"proto", "workers.device", "workers.kernels", "workers.links", "workers.model", "workers.weights"},
     "workers.stage": {
         *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
         *("workers.model", "workers.sampling", "workers.weights"),
@@ -71,7 +71,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cluster.pipeline": {
         *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.planning", "cluster.ray_internals"),
-        *("router.engine", "router.scheduling", "workers.sampling", "workers.stage", "workers.weights"),
+        *("router.engine", "router.scheduling", "workers.device", "workers.sampling", "workers.stage", "workers.weights"),
     },
     "cluster.serving": {
         *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.http", "cluster.observability"),

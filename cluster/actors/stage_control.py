@@ -60,6 +60,11 @@ def find_stage_actors(spec: PipelineSpec) -> list[ActorHandle[Any]]:
     return list(_find(map(spec.stage_name, range(len(spec.plan.stages)))).values())
 
 
+def find_expert_actors(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
+    """Return the expert actors that exist, by their names, in order."""
+    return _find(spec.expert_actors.names if spec.expert_actors else ())
+
+
 def find_worker_actors(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
     """Return the stages and expert actors that exist, by the names of their actors."""
     experts = spec.expert_actors

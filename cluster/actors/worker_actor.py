@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import ray
 
@@ -18,6 +18,7 @@ from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.checkpoint import check_fingerprint
 
 NAMESPACE = "tramontane"
@@ -26,7 +27,15 @@ EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
 # How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which torch is built): one or
 # two ms, which covers the time between two products. The default is nine ms, taken from the stage whose turn it is.
 OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
-W = TypeVar("W")
+
+
+class Worker(Protocol):
+    """A ``StageWorker`` or an ``ExpertWorker``."""
+
+    numerics: Numerics
+
+
+W = TypeVar("W", bound=Worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class WorkerHealth:
     weight_bytes: int
     busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not
     activity: str = field(default="", kw_only=True)  # what it does once its weights are loaded; then READY
+    numerics: Numerics | None = field(default=None, kw_only=True)  # None before it is loaded
 
 
 class WorkerActor(Generic[W]):
@@ -83,6 +93,7 @@ class WorkerActor(Generic[W]):
             "weight_bytes": self._weight_bytes,
             "busy_for_s": self._busy_for_s,
             "activity": self._activity if self._is_loading else READY,
+            "numerics": None if self._worker is None else self._worker.numerics,
         }
 
     @abstractmethod

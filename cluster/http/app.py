@@ -34,7 +34,7 @@ from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESU
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
-from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, sse_events
+from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, fingerprint_header, sse_events
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
@@ -217,7 +217,7 @@ class HttpApp:
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
         if not parsed.stream:
             return await _whole_answer(chat, source, request)
-        return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
+        return await self._stream(request, chat, source, parsed.includes_usage, chat.opening)
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
         """Make the request's source before its body is read.
@@ -237,15 +237,14 @@ class HttpApp:
         answer: StreamingAnswer,
         source: TokenSource,
         includes_usage: bool,
-        opening: dict[str, Any] | None = None,
+        make_opening: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> Response:
         """Wait for the first tokens, which decide between a stream and an error with a status of its own."""
         changes = answer.stream(source)
         first = await anext(changes)
-        events = sse_events(
-            self._config.pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
-        )
-        return SseResponse(events, changes)
+        opening, own_id = make_opening(), request_id(request)  # which names what made the first tokens
+        events = sse_events(self._config.pacer, answer, first, changes, own_id, includes_usage=includes_usage, opening=opening)
+        return SseResponse(events, changes, answer.fingerprint)
 
     async def _parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
         try:
@@ -258,7 +257,7 @@ class HttpApp:
 async def _whole_answer(completion: Completion | ChatCompletion, source: TokenSource, request: Request) -> Response:
     answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
     body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer))
-    return Response(body, media_type="application/json")
+    return Response(body, media_type="application/json", headers=fingerprint_header(completion.fingerprint))
 
 
 def _deadline(request: Request, resumed: ResumeState) -> float:

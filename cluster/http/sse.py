@@ -17,6 +17,7 @@ from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.responses import encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
+FINGERPRINT_HEADER = "x-tramontane-fingerprint"
 Changes = AsyncGenerator[list[Any], None]
 
 
@@ -41,6 +42,11 @@ class StreamingAnswer(Protocol):
         """About how many bytes of JSON the log-probabilities and expert ids of the last changes are."""
         ...
 
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the pipeline that made the last tokens, if it is known."""
+        ...
+
     def chunk(self, choices: list[Any]) -> dict[str, Any]:
         """Return the event for these changes."""
         ...
@@ -48,6 +54,11 @@ class StreamingAnswer(Protocol):
     def last_chunk(self) -> dict[str, Any]:
         """Return the event with the usage."""
         ...
+
+
+def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
+    """Return the header that names what made an answer, or the first tokens of a stream; none if that is not known."""
+    return {} if fingerprint is None else {FINGERPRINT_HEADER: fingerprint}
 
 
 class SseChunk(NamedTuple):
@@ -88,8 +99,9 @@ class SseResponse(StreamingResponse):
     of the response travel in one message, so an ingress cannot die between the two.
     """
 
-    def __init__(self, events: AsyncGenerator[SseChunk, None], changes: Changes) -> None:
-        super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[SseChunk, None], changes: Changes, fingerprint: str | None = None) -> None:
+        headers = {"cache-control": "no-cache", **fingerprint_header(fingerprint)}
+        super().__init__((), media_type="text/event-stream", headers=headers)
         self.events, self._changes = events, changes
         self._is_resumable = False
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageDevice
+from tramontane.cluster.pipeline.fingerprint import weights_name
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
@@ -38,10 +39,14 @@ Report = Callable[[str], None]
 
 
 class Chain(StageChain, Protocol):
-    """A stage chain that knows the devices of its stages."""
+    """A stage chain that knows what its stages compute with."""
 
     async def device_names(self) -> list[str]:
         """Return the name of every stage's device. Raises PipelineError if a stage does not answer."""
+        ...
+
+    async def fingerprint(self) -> str:
+        """Return the pipeline's fingerprint; "" if it cannot be found out now."""
         ...
 
 
@@ -77,7 +82,8 @@ async def open_engine(
             usage.observe(result)
             observe(result)
 
-        router = Router(make_scheduler(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
+        scheduler = make_scheduler(config, plan)
+        router = Router(scheduler, chain, on_result, step_timeout_s=config.step_timeout, read_fingerprint=chain.fingerprint)
         running = asyncio.create_task(router.run())
         try:
             yield Engine(plan, router, usage, partial(_list_devices, config, hardware, chain))
@@ -166,8 +172,13 @@ async def _local_pipeline(
             show_loading(loading)
 
     pieces = TokenPieceLoader(config.model, args.vocab_size)
+
+    def load() -> LocalStageChain:
+        name = weights_name(config.weights, model_fingerprint(config), config.model)
+        return LocalStageChain.load(plan, config.weights, devices, show_unless_stopped, pieces, name)
+
     try:  # in a thread, so that the event loop can handle Ctrl-C
-        chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped, pieces)
+        chain = await asyncio.to_thread(load)
     finally:
         stopped.set()
     try:

@@ -65,7 +65,7 @@ async def running_pipeline(
             stages = await _start(supervisor, spec, evict, report)
         chain = DirectStageChain if spec.link == "direct" else ObjectStoreStageChain
         nodes = NodeLossDetector(partial(list_used_nodes, spec.name), list_dead_nodes)
-        yield chain(stages, supervisor, holder, nodes)
+        yield chain(stages, supervisor, holder, nodes, spec)
     finally:
         renewing.cancel()
         if await _still_holds_lease(spec.supervisor_name, holder):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Self
 
 from tramontane.cluster.actors.worker_actor import READY
+from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.model_folder import WeightSource
@@ -18,10 +19,13 @@ from tramontane.workers.stage.stage_worker import StageWorker
 
 
 class LocalStageChain:
-    """``StageChain`` whose stages run one after the other in one thread, so that the event loop stays free."""
+    """``StageChain`` whose stages run one after the other in one thread, so that the event loop stays free.
 
-    def __init__(self, stages: Sequence[StageWorker]) -> None:
-        self.stages = stages
+    ``weights``: their name, see ``weights_name``.
+    """
+
+    def __init__(self, stages: Sequence[StageWorker], weights: str = "") -> None:
+        self.stages, self._weights = stages, weights
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages")
 
     @classmethod
@@ -32,8 +36,12 @@ class LocalStageChain:
         devices: Sequence[str],
         show: ShowLoading | None = None,
         read_pieces: LoadVocabulary = tuple,
+        name: str = "",
     ) -> Self:
-        """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``."""
+        """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``.
+
+        ``name``: of the weights.
+        """
         progress = [LoadProgress(stage.label, 0, stage.weight_bytes) for stage in plan.stages]
 
         def load_stage(number: int, stage: StagePlan) -> StageWorker:
@@ -49,7 +57,7 @@ class LocalStageChain:
             set_progress(activity=READY)
             return worker
 
-        return cls([load_stage(number, stage) for number, stage in enumerate(plan.stages)])
+        return cls([load_stage(number, stage) for number, stage in enumerate(plan.stages)], name)
 
     @property
     def num_stages(self) -> int:
@@ -75,6 +83,10 @@ class LocalStageChain:
     async def replace_hung_workers(self, limit_s: float) -> str:
         """Return "": a stage of this process cannot be replaced."""
         return ""
+
+    async def fingerprint(self) -> str:
+        """Return the fingerprint of the stages."""
+        return pipeline_fingerprint(self._weights, [(stage.plan, stage.numerics) for stage in self.stages])
 
     async def device_names(self) -> list[str]:
         """Return the name of every stage's device."""

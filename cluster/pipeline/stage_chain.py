@@ -1,6 +1,7 @@
 """Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at once, in a thread."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Sequence
@@ -14,20 +15,24 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
-from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
+from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S, find_expert_actors
 from tramontane.cluster.common.node_watch import NodeLossDetector
 from tramontane.cluster.common.ray_api import ray_error_message
+from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint, weights_name
 from tramontane.proto import wire
 from tramontane.proto.backoff import backoff_delays
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.workers.device.numerics import Numerics
 
 # For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that a router had accepted,
 # an ingress wait so long. If a router and a stage die together, the next router does not exist before the weights are loaded.
 LOAD_TIMEOUT_S = 600.0
 HEALTH_TIMEOUT_S = 3.0
+EXPERTS_TIMEOUT_S = 1.0  # a router does not begin before it has asked them, and they may be restarting
 UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
 RESCUE_TIMEOUT_S = 30.0  # health checks take up to 3 s, and a process may have to be killed on another node
 RETRY_S, MAX_RETRY_S = 0.5, 5.0
@@ -46,12 +51,20 @@ class ObjectStoreStageChain:
     """
 
     def __init__(
-        self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str, nodes: NodeLossDetector | None = None
+        self,
+        stages: Sequence[ActorHandle[Any]],
+        supervisor: ActorHandle[Any],
+        holder: str,
+        nodes: NodeLossDetector | None = None,
+        spec: PipelineSpec | None = None,
     ) -> None:
         self.stages = stages
         self._supervisor = supervisor
         self._holder = holder
         self._nodes = nodes
+        self._spec = spec
+        self._experts: list[ActorHandle[Any]] = []  # the expert actors, once they have been found
+        self._expert_numerics: list[Numerics | None] = []  # as last seen; they restart without a fence
         self.has_lost_node = False  # see ``StageChain``
         self._calling = ThreadPoolExecutor(1, thread_name_prefix="stage-calls")
         self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
@@ -149,6 +162,42 @@ class ObjectStoreStageChain:
         except RayError as error:
             raise PipelineError(f"experts could not be moved: {ray_error_message(error)}") from error
         return moved
+
+    async def fingerprint(self) -> str:
+        """Return the fingerprint of the stages and expert actors as they are now; "" if it cannot be found out.
+
+        An expert actor that does not answer, as it restarts, counts as what it was before.
+        """
+        if (spec := self._spec) is None:
+            return ""
+        try:
+            stages, experts = await asyncio.gather(self.health(), self._read_expert_numerics(spec))
+        except PipelineError as error:
+            logger.warning("the pipeline's fingerprint is not known: %s", error)
+            return ""
+        pairs = [(plan, health.numerics) for plan, health in zip(spec.plan.stages, stages, strict=True) if health.numerics]
+        known = [numerics for numerics in experts if numerics]
+        if len(pairs) < len(stages) or len(known) < (len(spec.plan.experts.actors) if spec.plan.experts else 0):
+            return ""
+        weights = weights_name(spec.weights, spec.fingerprint, spec.pieces.folder if spec.pieces else None)
+        return pipeline_fingerprint(weights, pairs, known)
+
+    async def _read_expert_numerics(self, spec: PipelineSpec) -> list[Numerics | None]:
+        """Return the numerics of all expert actors, in order; see ``fingerprint``."""
+        if spec.expert_actors is None:
+            return []
+        try:
+            async with asyncio.timeout(EXPERTS_TIMEOUT_S):
+                if not self._experts:
+                    found = await asyncio.to_thread(find_expert_actors, spec)
+                    self._experts = list(found.values()) if len(found) == len(spec.expert_actors.names) else []
+                asked = [actor.health.options(concurrency_group="control").remote() for actor in self._experts]
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+        except (RayError, TimeoutError):
+            answers = []
+        seen = [None if isinstance(answer, BaseException) else answer.numerics for answer in answers]
+        self._expert_numerics = [now or before for now, before in itertools.zip_longest(seen, self._expert_numerics)]
+        return self._expert_numerics
 
     async def health(self) -> list[StageHealth]:
         """Return the health of every stage, also while steps run. Raises PipelineError if one does not answer."""

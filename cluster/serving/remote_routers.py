@@ -22,7 +22,7 @@ from tramontane.cluster.serving.retry_policy import (
     WaitingRequest,
 )
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
-from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
+from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest
@@ -270,7 +270,7 @@ class RouterClient(RouterQueries):
         if self._window.unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
             self._streams_of[number] = stream
-        if queue is not None and output != ACCEPTED:  # without a queue the client has left
+        if queue is not None:  # else the client has left
             queue.put(output)
 
     def _start(self, work: Coroutine[Any, Any, None], request_id: str = "") -> asyncio.Task[None]:

@@ -35,6 +35,7 @@ from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
 RETRY_INTERVAL_S = 0.2
+FINGERPRINT_INTERVAL_S = 2.0
 MAX_FAILED_STARTS = 3  # in a row; each has retried for some time by itself
 
 logger = logging.getLogger(__name__)
@@ -237,6 +238,20 @@ class RouterReplica:
 
     async def _drive(self) -> None:
         """Run the pipeline, and restart it whenever it fails; its requests then end with the reason."""
+        watching = asyncio.create_task(self._watch_fingerprint())
+        try:
+            await self._run_routers()
+        finally:
+            watching.cancel()
+
+    async def _watch_fingerprint(self) -> None:
+        """Read the fingerprint again while it is not known, or experts are on actors, which restart without a fence."""
+        while True:
+            await asyncio.sleep(FINGERPRINT_INTERVAL_S)
+            if self._router.is_ready and (self._spec.plan.experts is not None or not self._router.fingerprint):
+                await self._router.refresh_fingerprint()
+
+    async def _run_routers(self) -> None:
         while True:
             await self._router.run()
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
@@ -248,7 +263,14 @@ class RouterReplica:
 
     def _new_router(self, before: HealthTracker | None = None) -> Router:
         scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
-        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, previous=before)
+        return Router(
+            scheduler,
+            self._chain,
+            step_timeout_s=self._config.step_timeout,
+            activity=self._activity,
+            previous=before,
+            read_fingerprint=self._chain.fingerprint,
+        )
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:

@@ -22,12 +22,11 @@ from tramontane.proto.errors import (
     StreamNotOpenError,
     TramontaneError,
 )
-from tramontane.proto.request import RequestOutput, RequestTimings, request_fields
+from tramontane.proto.request import RequestOutput, announcement, request_fields
 from tramontane.router.engine.request_output import split_output
 from tramontane.router.engine.router import Router
 
 KEEPALIVE = b""
-ACCEPTED = RequestOutput((), RequestTimings(0.0, 0.0, 0.0))  # no tokens yet, but a router has accepted the request
 DONE = b""
 # Tokens, log-probabilities and expert ids in one message, of 50 bytes at most: an ingress decodes them within some milliseconds,
 # and Ray Serve's gRPC takes 4 MiB.
@@ -184,7 +183,7 @@ class IngressStreams:
             return self.refusal(error)
         log_accepted(request, decoded)
         stream.accept(write_interval_s)
-        stream.put(number, ACCEPTED)
+        stream.put(number, announcement(router.fingerprint))  # which says, too, that a router has accepted the request
         try:
             await _wait_for_any(delivery.ended, stream.closed)
         finally:
@@ -226,7 +225,7 @@ class _Delivery:
         else:
             finished = [event.seq_id for event in output.events if event.finish]
         self._stream.put(self._number, output, is_urgent=bool(finished) or not self._has_begun)
-        self._has_begun = True
+        self._has_begun = self._has_begun or (isinstance(output, RequestOutput) and bool(output.events))
         self._unfinished.difference_update(finished)
         if not self._unfinished:
             self.ended.set()

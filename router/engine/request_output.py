@@ -36,7 +36,8 @@ def split_output(output: RequestOutput, max_values: int) -> Iterator[RequestOutp
 class OutputQueue:
     """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads.
 
-    Parts without events (see ``split_output``) are read together with the events that follow, never before. Outputs are merged
+    Outputs without events (see ``split_output`` and ``announcement``, of which only the latter have a fingerprint) are read
+    together with the events that follow, never before. Outputs are merged
     as they arrive, into lists of plain values: Python's garbage collector would examine thousands of outputs that wait to be
     read again and again, which took half of the time of an ingress with 500 streams.
     """
@@ -47,6 +48,7 @@ class OutputQueue:
         self._experts: list[ExpertChoices] = []
         self._logprobs: list[Logprobs] = []
         self._parts: list[RequestOutput] = []  # of an output whose last part has not arrived
+        self._fingerprint = ""  # if it is new
         self._error: TramontaneError | None = None
         self._filled = asyncio.Event()
 
@@ -55,6 +57,7 @@ class OutputQueue:
         if isinstance(item, RequestOutput):
             self._parts.append(item)
             if not item.events:
+                self._fingerprint = item.fingerprint or self._fingerprint
                 return
             for event in item.events:
                 self._events += event
@@ -80,8 +83,8 @@ class OutputQueue:
     def _take(self, times: RequestTimings) -> RequestOutput:
         fields = iter(self._events)
         events = tuple(map(TokenEvent._make, zip(fields, fields, fields, strict=True)))
-        output = RequestOutput(events, times, tuple(self._experts), tuple(self._logprobs))
-        self._events, self._times, self._experts, self._logprobs = [], None, [], []
+        output = RequestOutput(events, times, tuple(self._experts), tuple(self._logprobs), self._fingerprint)
+        self._events, self._times, self._experts, self._logprobs, self._fingerprint = [], None, [], [], ""
         return output
 
 

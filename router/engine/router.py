@@ -22,11 +22,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonRequestError, QueueFullError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent, request_fields, requests_fields
+from tramontane.proto.request import RequestOutput, SequenceRequest, TokenEvent, announcement, request_fields, requests_fields
 from tramontane.proto.step import STEP_TIMEOUT_S, MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest, QueueWaitTracker, Sink
 from tramontane.router.engine.activity_log import ActivityLog
@@ -56,6 +56,7 @@ class Router:
         step_timeout_s: float = STEP_TIMEOUT_S,
         activity: ActivityLog | None = None,
         previous: HealthTracker | None = None,
+        read_fingerprint: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
@@ -73,6 +74,7 @@ class Router:
         self._reported_loss: PipelineError | None = None  # see ``request_recovery``
         self._failed: tuple[PipelineError, FailedBatch] | None = None  # what has made the stages be fenced again
         self._num_poison = 0  # poison requests since the last token of any request
+        self._read_fingerprint, self.fingerprint = read_fingerprint, ""  # of the pipeline; "" while it is not known
 
     async def run(self) -> None:
         """Drive the pipeline until cancelled, or until it is lost for good.
@@ -82,6 +84,7 @@ class Router:
         try:
             while True:
                 epoch = await self.chain.fence()
+                await self.refresh_fingerprint()  # a stage may have come back on another node
                 self._blame_failure()
                 self.scheduler.restart(epoch)
                 self.health.on_fenced()
@@ -190,9 +193,18 @@ class Router:
         self._reported_loss = error
         self._wake.set()
 
+    async def refresh_fingerprint(self) -> None:
+        """Read the pipeline's fingerprint; if it is another one, requests get it before their next tokens."""
+        if self._read_fingerprint is None:
+            return
+        before, self.fingerprint = self.fingerprint, await self._read_fingerprint()
+        for request in dict.fromkeys(self._requests.values()) if self.fingerprint not in ("", before) else ():
+            request.sink(announcement(self.fingerprint))
+
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
         ready = OutputQueue()
+        ready.put(announcement(self.fingerprint))
         request = self.submit(specs, ready.put)
         try:
             num_unfinished = len(specs)

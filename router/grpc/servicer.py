@@ -35,6 +35,7 @@ from tramontane.router.openai.served_model import ServedModel, check_model_name
 
 logger = logging.getLogger(__name__)
 
+FINGERPRINT_KEY = "x-tramontane-fingerprint"  # in trailing metadata
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger
 
 Q = TypeVar("Q", pb.GenerateRequest, pb.ScoreRequest)
@@ -109,6 +110,12 @@ def _stream(empty: Callable[[], R]) -> Callable[[Method[AsyncGenerator[R, None]]
     return decorate
 
 
+def _name_fingerprint(fingerprint: str | None, context: Context) -> None:
+    """Name in the trailing metadata what made the last tokens, if it is known. Ray Serve sends it with the next message."""
+    if fingerprint is not None:
+        context.set_trailing_metadata([(FINGERPRINT_KEY, fingerprint)])
+
+
 class GrpcServicer:
     """Implements the methods of both services, by their names in ``inference.proto``, and reflection.
 
@@ -139,7 +146,7 @@ class GrpcServicer:
         """Stream the continuation of a prompt."""
         completion, source = await self._prepare(parse_generate, request, grpc_context)
         clock = asyncio.get_running_loop().time
-        num_counted = 0
+        num_counted, fingerprint = 0, None
         try:
             async with aclosing(completion.stream(source)) as stream:
                 async for changes in stream:
@@ -150,6 +157,9 @@ class GrpcServicer:
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
                         response.timings.MergeFrom(pb.Timings(**completion.timings.as_json()))
+                    if completion.fingerprint != fingerprint:
+                        fingerprint = completion.fingerprint
+                        _name_fingerprint(fingerprint, grpc_context)
                     yield response
                     if not completion.is_finished:
                         await self._pace.wait_turn(clock())
@@ -161,6 +171,7 @@ class GrpcServicer:
         """Return the log-probabilities of a prompt, as a ScoreResponse."""
         completion, source = await self._prepare(parse_score, request, grpc_context)
         result = await completion.run(source)
+        _name_fingerprint(completion.fingerprint, grpc_context)
         return await run_off_loop(completion.answer_bytes, lambda: to_score_response(result))
 
     @_respond(pb.ModelsResponse)

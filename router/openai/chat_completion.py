@@ -165,6 +165,11 @@ class ChatCompletion:
         return self._completion.is_finished
 
     @property
+    def fingerprint(self) -> str | None:
+        """See ``Completion``."""
+        return self._completion.fingerprint
+
+    @property
     def change_bytes(self) -> int:
         """See ``Completion``."""
         return self._completion.change_bytes

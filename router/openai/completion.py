@@ -51,6 +51,7 @@ class Completion:
             "object": builder.object,
             "created": resume_state.created,
             "model": model.name,
+            "system_fingerprint": None,  # until the router has named it
         }
         self._usage_in_chunks = {"usage": None} if request.includes_usage else {}
         self._times: RequestTimings | None = None
@@ -135,6 +136,8 @@ class Completion:
             async with aclosing(source.generate([specs[index] for index in running])) as batches:
                 async for batch in batches:
                     recorder.observe(batch)
+                    if batch.fingerprint:
+                        self.head["system_fingerprint"] = batch.fingerprint
                     own = batch if len(running) == len(specs) else remap_seq_ids(batch, running)
                     self.change_bytes = self._json_bytes(own, yielded)
                     self.answer_bytes += self.change_bytes
@@ -154,6 +157,12 @@ class Completion:
     def is_finished(self) -> bool:
         """True once every choice has finished."""
         return all(choice.finish for choice in self._choices)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the pipeline that made the last tokens, if it is known."""
+        fingerprint: str | None = self.head["system_fingerprint"]
+        return fingerprint
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return one server-sent event. With include_usage every chunk except the last has a usage of null."""

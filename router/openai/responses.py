@@ -128,6 +128,7 @@ class AnswerHead(Answer):
     id: str
     created: int
     model: str
+    system_fingerprint: str | None
 
 
 class _WholeAnswer(AnswerHead):

@@ -22,7 +22,8 @@ ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
 # What -ffast-math has that changes no result but zeros' signs and the roundings between products and sums. Sums in any order are
 # not among it: a compiler orders them as it unrolls a loop, one way for one row and another for several.
 ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
-FLAGS = ("-O3", "-march=native", *ARITHMETIC, "-shared", "-fPIC", f"-I{Path(__file__).parent}")  # where element.h is
+FLAGS = ("-O3", "-march=native", *ARITHMETIC, "-shared", "-fPIC")
+HEADERS = Path(__file__).parent  # where element.h is
 THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
 COMPILE_TIMEOUT_S = 60.0
 
@@ -37,16 +38,11 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
 
     It is kept in a folder of this user below the machine's own temporary folder, for stages that start again.
     """
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    found = shutil.which(compiler[0])
-    if found is None:
-        raise CompilerError(f"there is no C compiler {compiler[0]}; Debian's package gcc has one")
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
-    command = [*compiler, *FLAGS, *defines, str(source), "-lm"]
     try:
-        library = _folder() / f"{source.stem}-{_digest(command, Path(found), source)}.so"
+        library = _folder() / f"{source.stem}-{_short_digest(source_digest(source), *defines)}.so"
         if not library.exists():
-            _compile(command, library)
+            _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
         return ctypes.CDLL(str(library))
     except OSError as error:  # no space, or a folder from which nothing can be executed
         raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
@@ -62,15 +58,36 @@ def _folder() -> Path:
     return folder
 
 
-def _digest(command: list[str], compiler: Path, source: Path) -> str:
-    """Name all that a library depends on: sources, options, compiler and processor."""
-    texts = [each.read_bytes() for each in (source, *sorted(Path(__file__).parent.glob("*.h")))]
-    status = compiler.stat()
-    others = f"{command} {status.st_mtime_ns} {status.st_size} {_processor()}"
-    return hashlib.sha256(b"\0".join([*texts, others.encode()])).hexdigest()[:16]
+def source_digest(source: Path) -> str:
+    """Name what the results of a source's functions depend on, whatever the sizes: its text, the headers and the platform.
+
+    Raises CompilerError as ``compile_library`` does.
+    """
+    return _short_digest(platform_name(), *(each.read_bytes() for each in (source, *sorted(HEADERS.glob("*.h")))))
 
 
-def _processor() -> str:
+def platform_name() -> str:
+    """Name all that kernels in C depend on besides their sources: options, compiler and processor. Raises CompilerError."""
+    command, found = _compiler()
+    status = found.stat()
+    return f"{[found.name, *command[1:]]} {FLAGS} {status.st_mtime_ns} {status.st_size} {processor()}"
+
+
+def _compiler() -> tuple[list[str], Path]:
+    """Return the command of the C compiler, with its options, and its file. Raises CompilerError if there is none."""
+    command = shlex.split(os.environ.get("CC", "cc"))
+    found = shutil.which(command[0])
+    if found is None:
+        raise CompilerError(f"there is no C compiler {command[0]}; Debian's package gcc has one")
+    return command, Path(found)
+
+
+def _short_digest(*parts: str | bytes) -> str:
+    encoded = (part if isinstance(part, bytes) else part.encode() for part in parts)
+    return hashlib.sha256(b"\0".join(encoded)).hexdigest()[:16]
+
+
+def processor() -> str:
     """Return the processor's name and instructions, as far as they are known."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:

@@ -11,7 +11,9 @@ from tramontane.proto.errors import ExpertRelocatedError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
+from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.kernels.fused_ops import EAGER, native_ops
+from tramontane.workers.kernels.kernel_names import name_kernels
 from tramontane.workers.kernels.row_invariance import find_row_dependence, try_invariance
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
@@ -66,6 +68,7 @@ class ExpertWorker:
         is_cpu = self.device.type == "cpu"
         self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype)) if is_cpu else EAGER
         self.busy_s, self.num_rows = 0.0, 0
+        self.numerics = Numerics()  # until ``load`` has found them out
 
     @classmethod
     def load(
@@ -80,12 +83,14 @@ class ExpertWorker:
         worker = cls(plan, weights, device, on_tensor)
         worker.load_experts(plan.actors[actor_id].experts)
         experts, dtype = nn.ModuleList(worker._experts.values()), getattr(torch, plan.dtype)
-        try_invariance(
+        is_invariant = try_invariance(
             plan.actors[actor_id].label,
             plan.batch_invariant,
             worker.device,
             lambda: find_row_dependence(experts, dtype, worker.device),
         )
+        names = name_kernels(experts, worker._fused_ops, worker.device, dtype)
+        worker.numerics = Numerics.of(names, device, is_batch_invariant=is_invariant)
         return worker
 
     @property

@@ -39,7 +39,7 @@ class PackedMatmul:
     def __init__(self, dtype: torch.dtype, weight_dtype: torch.dtype, int8_activations: bool = False) -> None:
         weight = INTEGER_PRODUCTS if int8_activations else 0 if weight_dtype == dtype else WEIGHTS[weight_dtype]
         library = compile_library(SOURCE, str(dtype).removeprefix("torch."), WEIGHT=weight)
-        self.dtype, self.weight_dtype = dtype, weight_dtype
+        self.dtype, self.weight_dtype, self.int8_activations = dtype, weight_dtype, int8_activations
         self._columns, self._step = (ctypes.CFUNCTYPE(SIZE)((name, library))() for name in ("panel_columns", "unit_numbers"))
         self.position = ctypes.CFUNCTYPE(SIZE, SIZE)(("position", library))  # of a column in its panel
         self.block_rows = ctypes.CFUNCTYPE(SIZE, SIZE)(("block_rows", library))

@@ -125,6 +125,13 @@ class LocalExperts(ExpertSet):
         """
         return len(self._stacks) == len(self.layers)
 
+    @property
+    def kernel_name(self) -> str:
+        """How products of many experts are computed."""
+        if not self._stacks:
+            return "one by one"
+        return "grouped, few rows apart" if any(each.has_small_batch_kernel for each in self._stacks.values()) else "grouped"
+
     def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
         """Run each expert of a layer on its group of rows.
 

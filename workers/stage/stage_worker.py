@@ -15,6 +15,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
 from tramontane.workers.device.probe import device_name
 from tramontane.workers.experts.remote_experts import RemoteExperts
@@ -30,6 +31,7 @@ from tramontane.workers.stage.activation import Activation, Outcome, PendingOutc
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
@@ -80,7 +82,7 @@ class StageWorker:
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         self.logprobs = LogprobTracker(plan.args.vocab_size)
-        self.is_batch_invariant = False  # unless a check has shown it
+        self.numerics = Numerics()  # until ``load`` has found them out
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
 
@@ -112,8 +114,14 @@ class StageWorker:
         if worker.graphs is not None:
             on_activity("recording CUDA graphs")
         worker.prepare()
-        worker.is_batch_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
+        is_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
+        worker.numerics = stage_numerics(model, worker.backend, worker.device, worker.dtype, is_batch_invariant=is_invariant)
         return worker
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a check has shown that a token's bits depend on that token and those before it alone."""
+        return self.numerics.is_batch_invariant
 
     @property
     def device_name(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tramontane.workers.device import native_library
-from tramontane.workers.device.native_library import CompilerError, compile_library
+from tramontane.workers.device.native_library import CompilerError, compile_library, source_digest
 
 Compile = Callable[[str], CDLL]
 
@@ -100,7 +100,7 @@ def test_what_is_compiled_is_kept_until_something_changes(
     assert (times(), times()) == (1, 1)
     source.write_text(source.read_text(encoding="utf-8").replace("7", "8"), encoding="utf-8")
     assert (times(), times()) == (2, 2)
-    monkeypatch.setattr(native_library, "_processor", lambda: "another one")
+    monkeypatch.setattr(native_library, "processor", lambda: "another one")
     assert (times(), times()) == (3, 3)
     Path(compiler).touch()
     assert (times(), times()) == (4, 4)
@@ -135,13 +135,13 @@ def test_a_temporary_folder_that_is_not_there_is_an_error_of_one_line(compile_wi
 
 def test_the_processor_is_known_by_its_instructions() -> None:
     if Path("/proc/cpuinfo").exists():
-        assert native_library._processor().count("\n") in (1, 2), "of the first core"
+        assert native_library.processor().count("\n") in (1, 2), "of the first core"
 
 
 def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = tmp_path / "element.h"
     header.write_text("typedef float element;", encoding="utf-8")
-    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
-    before = native_library._digest(["cc"], source, source)
+    monkeypatch.setattr(native_library, "HEADERS", tmp_path)
+    before = source_digest(source)
     header.write_text("typedef double element;", encoding="utf-8")
-    assert native_library._digest(["cc"], source, source) != before
+    assert source_digest(source) != before

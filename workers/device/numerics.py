@@ -1,0 +1,46 @@
+"""What decides the bits that a worker computes, besides the weights and the requests: its device, libraries and kernels."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Self
+
+from tramontane.workers.device.probe import device_name
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The parts of a worker's computation, each with the name of what computes it.
+
+    Parts have the same names in all workers, and a worker has those that it needs: only a stage has ``attention``. So workers
+    of one pipeline are alike if no part has two names. ``is_batch_invariant``: whether a token's bits depend on that token and
+    those before it alone.
+    """
+
+    parts: tuple[tuple[str, str], ...] = ()
+    is_batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, parts: Mapping[str, str], device: str, *, is_batch_invariant: bool) -> Self:
+        """Return the numerics of a worker on this device, which is one of its parts."""
+        return cls(tuple(sorted({**parts, "device": device_numerics(device)}.items())), is_batch_invariant)
+
+
+def device_numerics(device: str) -> str:
+    """Name a device and the libraries that compute on it: what PyTorch computes depends on these alone."""
+    import torch
+
+    from tramontane.workers.device.native_library import processor
+
+    if torch.device(device).type == "cpu":
+        instructions = hashlib.sha256(processor().encode()).hexdigest()[:8]
+        return f"torch {torch.__version__}, {device_name('cpu')}, {instructions}"
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, xformers {_version('xformers')}, {device_name(device)}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
