@@ -24,6 +24,7 @@ CHAT: ChatTemplate = MistralChatTemplate.from_sentencepiece(DEMO_MODEL / "tokeni
 CONTEXT, MAX_BODY, VOCAB_SIZE = 128, 2**16, TOKENIZER.vocab_size
 MODEL = ServedModel("tiny", TOKENIZER, CONTEXT, 16, VOCAB_SIZE)
 TIMES = RequestTimings(0.0, 0.0, 0.0)
+FINGERPRINT = "fp_0123456789abcdef"
 SAID = "Good morrow, my lord."
 OTHER_ID = 300  # the token with the second best log-probability
 
@@ -38,6 +39,7 @@ class ScriptedSource:
         self, token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:], failure: TramontaneError | None = None, fails_at: int = 0
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
+        self.fingerprint = ""  # of the pipeline
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
         self.requested: list[Sequence[SequenceRequest]] = []
 
@@ -55,7 +57,8 @@ class ScriptedSource:
             running = [index for index, end in enumerate(ends) if step < end]
             events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
             logprobs = [self._logprobs(specs[index], index, step) for index in running]
-            yield RequestOutput(events, TIMES, logprobs=tuple(each for each in logprobs if each is not None))
+            fingerprint = "" if step else self.fingerprint
+            yield RequestOutput(events, TIMES, (), tuple(each for each in logprobs if each is not None), fingerprint)
 
     def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
         finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP

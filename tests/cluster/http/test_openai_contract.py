@@ -14,7 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel, SecretStr
-from scripted_token_source import SAID, ScriptedSource, http_app_for
+from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.config.api_keys import ApiKeys
@@ -64,6 +64,7 @@ class Server:
 @pytest.fixture(scope="module")
 def listening() -> Iterator[Server]:
     source = ScriptedSource()
+    source.fingerprint = FINGERPRINT
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
     app = http_app_for(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
@@ -95,6 +96,7 @@ def test_completions(server: Server) -> None:
     assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
     assert {choice.text.strip() for choice in plain.choices} == {SAID}
     assert plain.choices[0].finish_reason == "stop"
+    assert plain.system_fingerprint == FINGERPRINT
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.token_logprobs == [-0.5] * len(server.source.token_ids)
     stream = server.client.completions.create(
@@ -105,6 +107,7 @@ def test_completions(server: Server) -> None:
         tuple(_ids(SAID)[1:3])
     )
     assert chunks[-1].choices[0].finish_reason == "length"
+    assert {chunk.system_fingerprint for chunk in (*chunks, last)} == {FINGERPRINT}
     assert last.usage is not None
     assert last.usage.completion_tokens == 3
 
@@ -126,6 +129,7 @@ def test_async_and_raw(server: Server) -> None:
         chat = await client.chat.completions.create(model="tiny", messages=HELLO)
         assert chat._request_id
         assert chat.choices[0].message.content == SAID
+        assert chat.system_fingerprint == FINGERPRINT
         async with client.chat.completions.with_streaming_response.create(model="tiny", messages=HELLO, stream=True) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line async for line in response.iter_lines() if line]

@@ -10,7 +10,15 @@ from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStr
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
+from tramontane.proto.request import (
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+    announcement,
+)
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -129,6 +137,27 @@ def test_the_end_of_one_of_several_sequences_and_a_failure_are_urgent(
         await asyncio.sleep(0.3)
         reading.cancel()
         assert received == [0.0, arrives]
+
+    run_in_virtual_time(scenario())
+
+
+def test_the_first_tokens_are_urgent_whatever_was_announced_before_them() -> None:
+    async def scenario() -> None:
+        stream, now, received = IngressStream(), asyncio.get_running_loop().time, list[float]()
+        stream.accept(1.0)
+        delivery = _Delivery(stream, 0, 1)
+
+        async def read() -> None:
+            async for message in stream.messages():
+                received.extend(round(now(), 2) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+
+        reading = asyncio.create_task(read())
+        for output in (announcement("a"), announcement("b"), _token(1), _token(2)):
+            delivery.put(output)
+            await asyncio.sleep(0.12)
+        await asyncio.sleep(0.5)
+        reading.cancel()
+        assert received == [0.0, 0.12, 0.24, 0.64]
 
     run_in_virtual_time(scenario())
 

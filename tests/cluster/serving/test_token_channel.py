@@ -153,6 +153,34 @@ def test_an_ingress_says_how_often_it_writes_to_each_stream() -> None:
     asyncio.run(scenario())
 
 
+def test_the_pipeline_that_makes_tokens_is_named_once_and_again_when_it_has_changed() -> None:
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain) as (routers, router, _):
+            router.fingerprint = "a"
+            seen = list[str]()
+
+            async def read() -> None:
+                async with aclosing(routers.generate([LONG])) as outputs:
+                    seen.extend([output.fingerprint async for output in outputs])
+
+            reading = asyncio.create_task(read())
+            chain.complete(20)
+            await _until(lambda: router.num_requests == 1 and len(chain.submitted) > 20)
+            router._read_fingerprint = _as_b
+            await router.refresh_fingerprint()
+            chain.complete(10_000)
+            await reading
+            assert [each for each in seen if each] == ["a", "b"]
+            assert seen[0] == "a"
+
+    asyncio.run(scenario())
+
+
+async def _as_b() -> str:
+    return "b"
+
+
 @pytest.mark.parametrize("meant_for", ["another/" + wire.PROTOCOL_HASH, "/other"])
 def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
     async def scenario() -> None:

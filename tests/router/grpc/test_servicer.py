@@ -36,6 +36,7 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.inference_pb2_grpc import InferenceStub
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
@@ -121,6 +122,26 @@ async def _never(_batch: MicroBatch) -> None:
 
 
 # ---- Generate
+
+
+def test_what_made_the_tokens_is_in_the_trailing_metadata() -> None:
+    async def scenario() -> None:
+        async with _harness() as harness, grpc.aio.insecure_channel(harness.target) as channel:
+            stub = InferenceStub(channel)
+
+            async def trailers() -> list[str]:
+                generating = stub.Generate(pb.GenerateRequest(text="What news?", max_tokens=3))
+                assert [response async for response in generating]
+                scoring = stub.Score(pb.ScoreRequest(text="What news?"))
+                await scoring
+                pairs = [pair for call in (generating, scoring) for pair in await call.trailing_metadata()]
+                return [value for key, value in pairs if key == "x-tramontane-fingerprint"]
+
+            assert await trailers() == [], "it is not known"
+            harness.router.fingerprint = "fp_a"
+            assert await trailers() == ["fp_a", "fp_a"]
+
+    asyncio.run(scenario())
 
 
 def test_generate_streams_what_a_completion_is() -> None:

@@ -1,0 +1,142 @@
+"""The numerics of a stage name what computes each part of it: kernels in C by their sources and the platform."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.workers.attention import native_backend
+from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, SdpaPrefill, cpu_kernels
+from tramontane.workers.device import native_library, numerics
+from tramontane.workers.device.numerics import device_numerics
+from tramontane.workers.kernels import fused_ops, packed_linear
+from tramontane.workers.kernels.kernel_names import describe_kernel
+from tramontane.workers.kernels.quantized_linear import QuantizedKernels, fp8_linear
+from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.stage_numerics import stage_numerics
+from tramontane.workers.stage.stage_worker import StageWorker
+
+ARGS = tiny_args(n_layers=2)
+CPU = torch.device("cpu")
+KERNELS = {
+    "attention": (native_backend, "attention"),
+    "norms": (fused_ops, "norms"),
+    "products": (packed_linear, "products of float32"),
+}
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs kernels in C, and they a C compiler")
+
+
+@pytest.fixture(scope="module")
+def worker() -> StageWorker:
+    return StageWorker.load(tiny_plan(ARGS).stages[0], RandomWeights())
+
+
+def _parts(worker: StageWorker) -> dict[str, str]:
+    """Find them out again, as a stage would that starts now."""
+    return dict(stage_numerics(worker.model, worker.backend, CPU, worker.dtype, is_batch_invariant=True).parts)
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {part for part in before if before[part] != after[part]}
+
+
+@needs_compiler
+def test_what_a_worker_found_out_when_it_was_loaded(worker: StageWorker) -> None:
+    assert worker.is_batch_invariant
+    assert dict(worker.numerics.parts) == _parts(worker)
+    assert _parts(worker).keys() == {"attention", "device", "norms", "products of float32"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_source_of_a_kernel_counts(kind: str, worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, (module, part) = _parts(worker), KERNELS[kind]
+    source: Path = vars(module)["SOURCE"]
+    copy = tmp_path / source.name
+    copy.write_bytes(source.read_bytes())
+    monkeypatch.setattr(module, "SOURCE", copy)
+    assert _parts(worker) == before, "wherever it is"
+    copy.write_bytes(source.read_bytes() + b"// another\n")
+    assert _changed(before, _parts(worker)) == {part}
+
+
+@needs_compiler
+def test_the_platform_counts_for_all_kernels_in_c(worker: StageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, in_c = _parts(worker), {part for _, part in KERNELS.values()}
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library, "processor", lambda: "another")
+        assert _changed(before, _parts(worker)) == in_c | {"device"}
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library, "FLAGS", (*native_library.FLAGS, "-O2"))
+        assert _changed(before, _parts(worker)) == in_c
+    for number, command in enumerate(("exec cc", "exec  cc")):
+        compiler = tmp_path / f"cc{number}"
+        compiler.write_text(f'#!/bin/sh\n{command} "$@"\n', encoding="utf-8")
+        compiler.chmod(0o700)
+        with monkeypatch.context() as patch:
+            patch.setenv("CC", str(compiler))
+            assert _changed(before, _parts(worker)) == in_c
+            patch.setenv("CC", f"{compiler} -m32")
+            assert _changed(before, _parts(worker)) == in_c
+
+
+def test_pytorch_counts(worker: StageWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _parts(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "0.1")
+        assert _changed(before, _parts(worker)) == {"device"}
+    without = DeviceBackend(cpu_kernels())
+    parts = dict(stage_numerics(worker.model, without, CPU, worker.dtype, is_batch_invariant=False).parts)
+    assert parts["attention"] == "SdpaPrefill, GatheredDecode"
+    assert parts["norms"] == "PyTorch"
+
+
+@needs_compiler
+def test_each_kind_of_matrix_has_a_part() -> None:
+    """Whatever stage it is in: the head is not quantized."""
+    kinds = {}
+    for quantize in (Quantization.INT8, Quantization.W8A8, Quantization.FP8):
+        workers = [StageWorker.load(plan, RandomWeights()) for plan in tiny_plan(ARGS, 2, quantize=quantize).stages]
+        kinds[quantize] = {part.removeprefix("products of ") for worker in workers for part, _ in worker.numerics.parts}
+        kinds[quantize] -= {"attention", "device", "norms"}
+    assert list(kinds.values()) == [{"int8", "float32"}, {"int8 and int8", "float32"}, {"float8_e4m3fn", "float32"}]
+
+
+# ---- on GPUs
+
+
+@dataclass
+class _Operator:
+    """As a kernel that has one of xformers' classes as its operator."""
+
+    operator: type
+
+
+def test_kernels_of_gpus_are_named_with_their_parameters() -> None:
+    def split_k(parts: int) -> type:
+        return type("SplitK", (), {"NAME": "triton", "BLOCK_N": 16, "SPLIT_K": parts, "NUM_STAGES": 1})
+
+    few, many = _Operator(split_k(8)), _Operator(type("FwOp", (), {"NAME": "fa2F"}))
+    assert describe_kernel(BatchSizeDispatch(few, many, 4)) == (  # type: ignore[arg-type]
+        "BatchSizeDispatch(_Operator(SplitK(NAME triton, BLOCK_N 16, SPLIT_K 8, NUM_STAGES 1)), _Operator(FwOp(NAME fa2F)), 4)"
+    )
+    assert describe_kernel(_Operator(split_k(16))) != describe_kernel(few)
+    assert describe_kernel(SdpaPrefill()) == "SdpaPrefill"
+    assert describe_kernel(QuantizedKernels(None, fp8_linear)) == "QuantizedKernels(None, fp8_linear)"
+
+
+def test_a_gpu_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for gpu, cuda, xformers in (("H100", "12.9", "1"), ("H200", "12.9", "1"), ("H100", "13.0", "1"), ("H100", "12.9", "2")):
+        monkeypatch.setattr(numerics, "device_name", lambda _, gpu=gpu: gpu)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(numerics, "version", lambda _, number=xformers: number)
+        names.append(device_numerics("cuda:0"))
+    assert len(set(names)) == len(names)
+    assert names[0] == f"torch {torch.__version__}, CUDA 12.9, xformers 1, H100"
