@@ -34,7 +34,7 @@ class StepRecorder:
             usage.observe(result)
         hops = hop_times([result.timings for result in results])
         timings = tuple(timing for result in results for timing in result.timings)
-        return PipelineUsage(engine.plan, usage, hops, timings, devices)
+        return PipelineUsage(engine.plan, usage, hops, timings, devices, engine.router.fingerprint)
 
 
 async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay) -> BenchResult:

@@ -154,7 +154,7 @@ def as_data(outcome: BenchResult) -> dict[str, Any]:
     if used is not None:
         hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
         data |= {"stages": stages_json(used.plan, used.usage, used.devices), "bubble": used.usage.bubble, "hops": hops}
-        data |= experts_as_data(used.plan, used.usage)
+        data |= experts_as_data(used.plan, used.usage) | {"system_fingerprint": used.fingerprint or None}
     return data
 
 

@@ -151,6 +151,7 @@ class PipelineUsage:
     hops: tuple[HopTime, ...]
     timings: tuple[StageTiming, ...]
     devices: tuple[StageDevice, ...]
+    fingerprint: str = ""  # of the pipeline; "" if it is not known
 
 
 @dataclass(frozen=True, slots=True)

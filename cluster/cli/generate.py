@@ -97,7 +97,7 @@ async def run_generate(
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
         seconds = ready_at - started_at, run.first_token_at - started_at
-        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds)
+        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds, engine.router.fingerprint)
 
 
 class _GenerateRun:

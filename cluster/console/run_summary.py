@@ -39,6 +39,7 @@ class GenerateResult:
     devices: tuple[StageDevice, ...]
     ready_after_s: float
     first_token_after_s: float
+    fingerprint: str = ""  # of the pipeline; "" if it is not known
 
 
 def render_summary(outcome: GenerateResult) -> Group:
@@ -143,6 +144,7 @@ def as_json(outcome: GenerateResult) -> str:
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,
             "first_token_after_s": outcome.first_token_after_s,
+            "system_fingerprint": outcome.fingerprint or None,
         }
         | experts_as_data(outcome.plan, usage)
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,11 @@ from tramontane.cluster.actors.expert_actor import ExpertHealth
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.pipeline.fingerprint import pipeline_fingerprint, weights_name
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.proto.plan import ExpertId, Link
+from tramontane.workers.stage.stage_worker import StageWorker
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -137,6 +140,14 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
             labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
             found[tuple(labels[tag] for tag in tags)] = float(line.split()[-1])
     return found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="only kernels in C are batch-invariant")
+def test_the_fingerprint_is_that_of_one_stage_with_its_experts(folder: Path) -> None:
+    stage = tiny_plan(ARGS).stages[0]
+    expected = pipeline_fingerprint(weights_name(folder, (), None), [(stage, StageWorker.load(stage, folder).numerics)])
+    with _pipeline(folder, 2, 2, 1, "direct") as (_, chain):
+        assert asyncio.run(chain.fingerprint()) == expected
 
 
 @pytest.mark.parametrize(("link", "replicas", "kills"), [("object-store", 2, 1)])  # over the direct link: below

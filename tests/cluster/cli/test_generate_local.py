@@ -87,6 +87,8 @@ def test_standard_output_is_each_prompt_with_its_continuation_in_input_order(gen
     got = generate(*PROMPTS)
     assert [completion["prompt"] for completion in expected.json["completions"]] == PROMPTS
     assert got.out == _blocks(expected)
+    assert expected.json["system_fingerprint"].startswith("fp_")
+    assert expected.json["system_fingerprint"] == generate("--json", "--stages", "2", PROMPTS[0]).json["system_fingerprint"]
     assert "bubble" in got.err
     assert "stage" in got.err
 

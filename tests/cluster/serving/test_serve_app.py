@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import time
@@ -67,6 +68,7 @@ from tramontane.cluster.planning.hardware import probe_cluster, probe_local
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.preflight import check_running_serve
+from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
     AuthenticationError,
     ConfigError,
@@ -76,6 +78,7 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.inference_pb2_grpc import InferenceStub
 from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -129,6 +132,32 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
 
 
 # ---- gRPC
+
+
+def test_http_and_grpc_name_the_pipeline_as_one_in_one_process_does() -> None:
+    """Of one stage: on one machine batch-invariant pipelines of any number of stages have the same fingerprint."""
+
+    async def local() -> str:
+        async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
+            assert [output async for output in engine.router.generate([SequenceRequest((1, 2), SamplingParams(max_tokens=1))])]
+            return engine.router.fingerprint
+
+    answer = httpx.post(f"{URL}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 3}, timeout=60)
+    named = answer.json()["system_fingerprint"]
+    assert named == answer.headers["x-tramontane-fingerprint"]
+    assert named.startswith("fp_")
+    if shutil.which("cc"):
+        assert named == asyncio.run(local())
+    with grpc.insecure_channel(GRPC) as channel:
+        stub, metadata = InferenceStub(channel), (("application", APPLICATION), ("request_id", "mine"))
+        generating = stub.Generate(pb.GenerateRequest(text="ROMEO:", max_tokens=3), metadata=metadata)
+        assert list(generating)
+        _, scoring = stub.Score.with_call(pb.ScoreRequest(text="ROMEO:"), metadata=metadata)
+        for call in (generating, scoring):
+            trailers = [
+                (key, value) for key, value in call.trailing_metadata() if key in ("request_id", "x-tramontane-fingerprint")
+            ]
+            assert sorted(trailers) == [("request_id", "mine"), ("x-tramontane-fingerprint", named)]
 
 
 def test_grpc_gives_the_tokens_that_http_gives() -> None:
