@@ -158,7 +158,8 @@ def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:
 def test_json_has_everything(generate: Generate) -> None:
     run = generate("--json", "--stages", "2", *PROMPTS)
     assert run.out.count("\n") == 1, "one line"
-    assert set(run.json) == {"completions", "stages", "bubble", "tokens_per_s", "ready_after_s", "first_token_after_s"}
+    figures = {"bubble", "tokens_per_s", "ready_after_s", "first_token_after_s"}
+    assert set(run.json) == {"completions", "stages", "system_fingerprint", *figures}
     for completion in run.json["completions"]:
         assert set(completion) == {"prompt", "text", "token_ids", "finish_reason"}
         assert len(completion["token_ids"]) == NUM_TOKENS
