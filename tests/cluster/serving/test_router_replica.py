@@ -6,12 +6,13 @@ The replicas are real: their surroundings are the test's, that is Ray Serve, the
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from local_expert_actors import expert_plan
 from past_activity import log_of
 from tiny_models import tiny_args, tiny_plan
 
@@ -31,6 +32,8 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as Prompt
 
 FINGERPRINT = (("config.json", "abc"),)
+ARGS = tiny_args(n_layers=8)
+TURNS = 20  # of the event loop
 
 
 class StubRouter:
@@ -42,6 +45,7 @@ class StubRouter:
         self.failure: BaseException | None = None
         self.loss: PipelineError | None = None
         self.health = SimpleNamespace(is_failing=False, num_recoveries=3)
+        self.fingerprint, self.num_refreshed = "fp_a", 0
         self._ended = asyncio.Event()
         self._defect: Exception | None = None
         self.change(**{"epoch": 7} | changes)
@@ -69,6 +73,9 @@ class StubRouter:
     def request_recovery(self, error: PipelineError) -> None:
         self.loss = error
 
+    async def refresh_fingerprint(self) -> None:
+        self.num_refreshed += 1
+
 
 class Chain:
     """Stages that answer when the test lets them, with the epoch that they obey, or with what they raise."""
@@ -76,6 +83,9 @@ class Chain:
     def __init__(self) -> None:
         self.epoch, self.answers, self.num_requests = 7, asyncio.Event(), 0
         self.reported: list[Any] | PipelineError | None = None
+
+    async def fingerprint(self) -> str:
+        return "fp_a"
 
     async def health(self) -> list[Any]:
         self.num_requests += 1
@@ -125,8 +135,10 @@ class Surroundings:
         step_timeout_s: float,
         activity: ActivityLog,
         previous: Any = None,  # noqa: ANN401
+        read_fingerprint: Callable[[], Awaitable[str]],
     ) -> StubRouter:
         assert chain is self.chain
+        assert read_fingerprint == chain.fingerprint
         assert step_timeout_s > 0
         assert activity is not None
         self.routers.append(StubRouter(scheduler, previous, self.next_router))
@@ -422,6 +434,30 @@ def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
     assert len({same, *others, prefix(model=Path("/elsewhere"))}) == 6
     other_files = pipeline_prefix("app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),))
     assert other_files != same
+
+
+@pytest.mark.parametrize(("fingerprint", "has_expert_actors"), [("", False), ("fp_a", True)])
+def test_a_fingerprint_that_is_not_known_or_has_expert_actors_in_it_is_read_again(
+    around: Surroundings, monkeypatch: pytest.MonkeyPatch, fingerprint: str, has_expert_actors: bool
+) -> None:
+    monkeypatch.setattr(router_replica, "FINGERPRINT_INTERVAL_S", 0.0)
+
+    async def scenario(replica: Any) -> None:  # noqa: ANN401
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert around.router.num_refreshed == 0, "it is known, and no fence can have been missed"
+        around.router.change(is_ready=False, fingerprint=fingerprint)
+        if has_expert_actors:
+            around.plan = replace(around.plan, experts=expert_plan(ARGS, 1))
+            replica._spec.plan = around.plan
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert around.router.num_refreshed == 0, "not while stages are fenced"
+        around.router.change(is_ready=True)
+        while around.router.num_refreshed < 3:
+            await asyncio.sleep(0)
+
+    _run(around, scenario)
 
 
 EXPERTS = [{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}]
