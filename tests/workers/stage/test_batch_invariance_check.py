@@ -10,6 +10,7 @@ from local_expert_actors import expert_plan
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import autotune
@@ -55,8 +56,8 @@ def test_it_holds_on_cpus(wanted: bool | None, dtype: str) -> None:
     assert not any(sum(load) for load in worker.model.expert_load.values()), "the trial's tokens are not counted"
 
 
-@pytest.mark.parametrize("quantize", ["int8", "w8a8", "fp8"])
-def test_it_holds_for_quantized_weights(quantize: str) -> None:
+@pytest.mark.parametrize("quantize", list(Quantization))
+def test_it_holds_for_quantized_weights(quantize: Quantization) -> None:
     plan = tiny_plan(ARGS, dtype="bfloat16", quantize=quantize, batch_invariant=True).stages[0]
     assert StageWorker.load(plan, RandomWeights()).is_batch_invariant
 
