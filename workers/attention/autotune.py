@@ -62,6 +62,16 @@ def select_fastest(
     return kernels[best] if best else None
 
 
+@torch.inference_mode()
+def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> AttentionKernels:
+    """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention, or whatever they raise."""
+    for case in correctness_cases(plan, device, FEW_TOKENS):
+        outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
+        for out, expected in zip(outs, case.expected, strict=True):
+            assert_close_norm(out, expected, MAX_DIFFERENCE)
+    return kernels
+
+
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
     """Choose the kernels of a stage: by speed on its device, or PyTorch's without a C compiler or without xformers.
 

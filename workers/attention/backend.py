@@ -52,6 +52,7 @@ class AttentionKernels:
 
     prefill: PrefillKernel
     decode: DecodeKernel
+    is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
 
 
 class CachedAttention:

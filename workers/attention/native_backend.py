@@ -34,7 +34,7 @@ def native_kernels(plan: StagePlan) -> AttentionKernels:
     """Compile the kernels of a stage. Raises CompilerError."""
     args = plan.args
     geometry = (args.head_dim, args.n_heads // args.n_kv_heads, plan.cache.page_size, plan.dtype)
-    return AttentionKernels(NativePrefill(*geometry), NativeDecode(*geometry))
+    return AttentionKernels(NativePrefill(*geometry), NativeDecode(*geometry), is_batch_invariant=True)
 
 
 class NativePrefill:

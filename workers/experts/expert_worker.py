@@ -14,7 +14,8 @@ from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.kernels.fused_ops import EAGER, native_ops
 from tramontane.workers.kernels.kernel_names import name_kernels
-from tramontane.workers.kernels.row_invariance import find_row_dependence, try_invariance
+from tramontane.workers.kernels.row_invariance import find_row_dependence, triton_refusal, try_invariance
+from tramontane.workers.kernels.row_products import RowProducts, set_row_products, triton_products
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
@@ -67,6 +68,7 @@ class ExpertWorker:
         self._experts: dict[ExpertId, FeedForward] = {}
         is_cpu = self.device.type == "cpu"
         self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype)) if is_cpu else EAGER
+        self._products = self._row_products() if plan.batch_invariant and not is_cpu else None
         self.busy_s, self.num_rows = 0.0, 0
         self.numerics = Numerics()  # until ``load`` has found them out
 
@@ -93,6 +95,12 @@ class ExpertWorker:
         worker.numerics = Numerics.of(names, device, is_batch_invariant=is_invariant)
         return worker
 
+    def _row_products(self) -> RowProducts:
+        try:
+            return triton_products(self.device, self._plan.weight_format)
+        except Exception as error:  # compilers, drivers and imports raise errors of any kind
+            raise triton_refusal("Experts", error) from error
+
     @property
     def loaded_experts(self) -> frozenset[ExpertId]:
         """The experts that are loaded now."""
@@ -115,6 +123,7 @@ class ExpertWorker:
             self._on_tensor,
         )
         set_fused_ops(model, self._fused_ops)
+        set_row_products(model, self._products)
         self._experts = self._experts | {each: model.experts.expert(each) for each in missing}
 
     def unload_experts(self, kept: Collection[ExpertId]) -> None:

@@ -3,7 +3,7 @@
 Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -21,14 +21,17 @@ class Linear(nn.Linear):
 
     On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without instructions for 16-bit floats (AVX2
     only) multiplies them six times slower than float32. There the weights are converted to float32, a block of rows at a time,
-    unless tokens are few.
+    unless tokens are few. ``product`` computes instead of all this where it is set: see ``RowProducts.linear``.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T."""
+        if self.product is not None:
+            return self.product(x_TK, self.weight, None)
         if x_TK.dtype != self.weight.dtype:
             return blockwise_linear(x_TK, self.weight, x_TK.dtype)
         if len(x_TK) <= FEW_TOKENS or has_native_matmul(x_TK.device.type, x_TK.dtype):

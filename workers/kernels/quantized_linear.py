@@ -31,7 +31,7 @@ TEST_SIZE = 272  # sides of the matrices in self tests: a multiple of 16, and of
 class QuantizedLinear(nn.Module):
     """Linear layer with a quantized weight: x W^T in the dtype of x.
 
-    ``int8_activations``: x may be rounded to int8, which ``PackedLinear`` does.
+    ``int8_activations``: x may be rounded to int8, which ``PackedLinear`` does. ``product``: see ``RowProducts.linear``.
     """
 
     weight: Tensor
@@ -40,11 +40,14 @@ class QuantizedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, number_dtype: torch.dtype, int8_activations: bool = False) -> None:
         super().__init__()
         self.int8_activations = int8_activations
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=number_dtype))
         self.register_buffer("scale", torch.ones(out_features))
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T with a kernel for quantized numbers, or else by converting a block of rows at a time to float."""
+        if self.product is not None:
+            return self.product(x_TK, self.weight, self.scale)
         product = dequantized_linear if x_TK.device.type == "cpu" else self._gpu_product(x_TK)
         return product(x_TK, self.weight, self.scale)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.errors import ConfigError
+from tramontane.workers.device.self_test import one_line
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
@@ -31,10 +32,20 @@ def try_invariance(label: str, wanted: bool | None, device: torch.device, find_d
     with torch.inference_mode():
         problem = find_dependence()
     if problem and wanted:
-        raise ConfigError(f"{label} cannot be batch-invariant: {problem}; start without --batch-invariant")
+        raise refusal(label, problem)
     if problem:
         logger.warning("%s: a request's tokens may depend on what else is computed at the same time: %s", label, problem)
     return not problem
+
+
+def refusal(label: str, problem: str) -> ConfigError:
+    """Return the error of a stage or of experts that cannot be what is required."""
+    return ConfigError(f"{label} cannot be batch-invariant: {problem}; start without --batch-invariant")
+
+
+def triton_refusal(label: str, error: Exception) -> ConfigError:
+    """Return the error where Triton's kernels do not run or are not correct."""
+    return refusal(label, f"Triton's kernels cannot be used ({one_line(error)})")
 
 
 def find_row_dependence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:

@@ -27,12 +27,14 @@ MAX_RELATIVE_ERROR = 2e-2  # by norm, of bfloat16 products added in another orde
 class StackedExperts(NamedTuple):
     """The weights of all experts of one layer.
 
-    ``has_small_batch_kernel``: the kernels of ``triton_moe`` compute up to ``MAX_SMALL_BATCH_ROWS`` rows.
+    ``has_small_batch_kernel``: the kernels of ``triton_moe`` compute up to ``MAX_SMALL_BATCH_ROWS`` rows. ``product`` computes
+    any number of rows instead where it is set: see ``RowProducts.grouped``.
     """
 
     w13_E2FD: Tensor
     w2_EDF: Tensor
     has_small_batch_kernel: bool = False
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def run(self, rows_CD: Tensor, ends_E: Tensor, silu_and_mul: Callable[[Tensor], Tensor] = EAGER.silu_and_mul) -> Tensor:
         """Run each expert on its group of rows, [C, D]. Experts without rows are not read.
@@ -40,6 +42,8 @@ class StackedExperts(NamedTuple):
         ``ends_E`` (int32) says where each group ends, and stays on the device. ``silu_and_mul`` is as in ``FusedOps``. Results
         for rows after the last group are undefined.
         """
+        if self.product is not None:
+            return self.product(silu_and_mul(self.product(rows_CD, self.w13_E2FD, ends_E)), self.w2_EDF, ends_E)
         if self.has_small_batch_kernel and len(rows_CD) <= MAX_SMALL_BATCH_ROWS:
             return self.run_small_batch(rows_CD, ends_E)
         gate_up_C2F = F.grouped_mm(rows_CD, self.w13_E2FD.transpose(1, 2), offs=ends_E)

@@ -17,6 +17,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.grouped_gemm import StackedExperts, as_stacked_view, enable_small_batch_kernel
 from tramontane.workers.model.layers import FeedForward
 
@@ -112,10 +113,17 @@ class LocalExperts(ExpertSet):
         super().__init__(args, (ExpertId(layer, expert) for layer in layers for expert in range(num_experts)))
         self._stacks: dict[int, StackedExperts] = {}
 
-    def finalize_weights(self) -> None:
-        """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory."""
+    def finalize_weights(self, products: RowProducts | None = None) -> None:
+        """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
+
+        These are ``products``, or else torch's and those for few rows.
+        """
         stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
-        self._stacks = enable_small_batch_kernel({layer: stack for layer, stack in stacks.items() if stack is not None})
+        found = {layer: stack for layer, stack in stacks.items() if stack is not None}
+        if products is None:
+            self._stacks = enable_small_batch_kernel(found)
+        else:
+            self._stacks = {layer: stack._replace(product=products.grouped) for layer, stack in found.items()}
 
     @property
     def is_graph_safe(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.row_products import RowProducts, set_row_products
 from tramontane.workers.model.layers import Attend, TransformerBlock
 from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables
@@ -44,11 +45,12 @@ class StageModel(nn.Module):
         self.norm = nn.RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
-    def finalize_weights(self, device: torch.device) -> None:
-        """Prepare for the first step on this device, after the weights are in place."""
+    def finalize_weights(self, device: torch.device, products: RowProducts | None = None) -> None:
+        """Prepare for the first step on this device, after the weights are in place. ``products`` replace those of layers."""
         self._expert_tokens.to_device(device)
+        set_row_products(self, products)
         if self.experts is not None:
-            self.experts.finalize_weights()
+            self.experts.finalize_weights(products)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of token ids. For the first stage."""

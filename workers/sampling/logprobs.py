@@ -12,6 +12,7 @@ from torch import Tensor
 from tramontane.proto.request import Logprobs
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.exact_sums import exact_logsumexp
 
 MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinity is not JSON
 MAX_LOGITS = 2**22  # of a prompt that are computed at a time, in float32: 16 MiB
@@ -20,14 +21,24 @@ Top = tuple[tuple[int, float], ...]
 Head = Callable[[Tensor], Tensor]
 
 
-def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[tuple[float, Top]]:
-    """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs."""
-    totals_R1 = logits_RV.logsumexp(-1, keepdim=True)
+def token_logprobs(
+    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int], has_exact_sums: bool = False
+) -> list[tuple[float, Top]]:
+    """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs.
+
+    With ``has_exact_sums`` they do not depend on the other rows on GPUs, nor does the choice between equal logits.
+    """
+    totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else logits_RV.logsumexp(-1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, tensor_on(token_ids, torch.int64, logits_RV.device)[:, None])
-    best = logits_RV.topk(min(max(num_top), logits_RV.shape[1]), dim=-1)
-    logprobs = torch.cat([chosen_R1, best.values], dim=1) - totals_R1
+    most = min(max(num_top), logits_RV.shape[1])
+    if has_exact_sums:
+        values_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+        best_Rn, best_ids_Rn = values_RV[:, :most], ids_RV[:, :most]
+    else:
+        best_Rn, best_ids_Rn = logits_RV.topk(most, dim=-1)
+    logprobs = torch.cat([chosen_R1, best_Rn], dim=1) - totals_R1
     logprobs = logprobs.nan_to_num(nan=MIN_LOGPROB).clamp(min=MIN_LOGPROB, max=0.0)
-    rows = zip(logprobs.tolist(), best.indices.tolist(), num_top, strict=True)
+    rows = zip(logprobs.tolist(), best_ids_Rn.tolist(), num_top, strict=True)
     return [(chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows]
 
 
@@ -46,7 +57,8 @@ class PendingPromptLogprobs:
 class LogprobTracker:
     """State of the last stage for sequences that ask for log-probabilities; it has none for others."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, has_exact_sums: bool = False) -> None:
+        self._has_exact_sums = has_exact_sums  # see ``token_logprobs``
         self._max_rows = max(MAX_LOGITS // vocab_size, 1)
         self._num_top: dict[int, int] = {}  # of sampled tokens, by sequence
         self._prompts: dict[int, PendingPromptLogprobs] = {}
@@ -85,7 +97,7 @@ class LogprobTracker:
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]
         logits_RV = logits_SV[tensor_on(rows, torch.int64, logits_SV.device)]
-        logprobs = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top)
+        logprobs = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top, self._has_exact_sums)
         for row, (logprob, top) in zip(rows, logprobs, strict=True):
             yield Logprobs(seq_ids[row], positions[row], (logprob,), (top,))
 
@@ -116,7 +128,7 @@ class LogprobTracker:
         for first in range(0, len(token_ids), self._max_rows):
             some_ids = token_ids[first : first + self._max_rows]
             logits_RV = head(rows_RD[first : first + self._max_rows])
-            pairs += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids))
+            pairs += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids), self._has_exact_sums)
         if pairs:
             logprobs, top = zip(*pairs, strict=True)
             yield Logprobs(chunk.seq_id, max(chunk.start, 1), logprobs, top)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.exact_sums import exact_weights
 
 
 def hashed_uniform(seed: int, choice: int, position: int) -> float:
@@ -26,10 +27,10 @@ def _argmax(logits_SV: Tensor) -> Tensor:
     return torch.from_numpy(logits_SV.numpy().argmax(-1)) if logits_SV.device.type == "cpu" else logits_SV.argmax(-1)
 
 
-def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], has_exact_sums: bool = False) -> Tensor:
     """Choose one token per row, [S], on the device of the logits, without waiting for it.
 
-    ``positions`` are those of the new tokens.
+    ``positions`` are those of the new tokens. With ``has_exact_sums`` a row's token does not depend on the other rows on GPUs.
     """
     assert logits_SV.shape[0] == len(params) == len(positions)
     chosen = _argmax(logits_SV)
@@ -37,11 +38,11 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
     if random_rows:
         rows = tensor_on(random_rows, torch.int64, logits_SV.device)
         draws = [(params[row], positions[row]) for row in random_rows]
-        chosen[rows] = _sample_randomly(logits_SV[rows], draws)
+        chosen[rows] = _sample_randomly(logits_SV[rows], draws, has_exact_sums)
     return chosen
 
 
-def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]]) -> Tensor:
+def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]], has_exact_sums: bool) -> Tensor:
     """Sample by inversion of the cumulative distribution.
 
     The distribution is that of the temperature, cut by top-k and min-p (Nguyen et al., arXiv 2407.01082), and the rest cut
@@ -61,10 +62,11 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
         # A probability below min_p * best is a logit below best + ln(min_p).
         floor = sorted_logits[:, :1] + column([p.min_p for p, _ in draws]).log()
         sorted_logits = sorted_logits.masked_fill(sorted_logits < floor, -torch.inf)
-    probs = sorted_logits.softmax(-1)
+    probs = exact_weights(sorted_logits) if has_exact_sums else sorted_logits.softmax(-1)
     before = probs.cumsum(-1) - probs
     top_p = column([p.top_p for p, _ in draws])
-    cut = (before >= top_p) & (top_p < 1)
+    whole = probs.sum(-1, keepdim=True) if has_exact_sums else 1
+    cut = (before >= top_p * whole) & (top_p < 1)
     cut[:, 0] = False  # the likeliest token is kept, however small top_p is
     probs = probs.masked_fill(cut, 0.0)
     cumulative = probs.cumsum(-1)

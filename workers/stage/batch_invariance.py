@@ -13,7 +13,6 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import build_attention_metadata
-from tramontane.workers.attention.native_backend import NativePrefill
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.linear import Linear
@@ -52,7 +51,7 @@ def _find_dependence(
     dtype = getattr(torch, plan.dtype)
     check = _LayerCheck(plan, model, device, dtype, backend.kernels, rotary_tables)
     return (
-        (_find_kernels_of_pytorch(model, backend) if device.type == "cpu" else "")
+        _find_kernels_of_pytorch(model, backend)
         or find_row_dependence(model, dtype, device)
         or check.find_in_layers()
         or check.find_in_head()
@@ -60,10 +59,10 @@ def _find_dependence(
 
 
 def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:
-    """Return what PyTorch computes in the place of the kernels in C, whose order of sums is known."""
+    """Return what PyTorch or a library computes in the place of the kernels in C or in Triton, whose order of sums is known."""
     parts = {
-        "products": any(isinstance(module, Linear | QuantizedLinear) for module in model.modules()),
-        "attention": not isinstance(backend.kernels.prefill, NativePrefill),
+        "products": any(isinstance(each, Linear | QuantizedLinear) and each.product is None for each in model.modules()),
+        "attention": not backend.kernels.is_batch_invariant,
         "norms": backend.fused_ops is EAGER,
     }
     names = [name for name, is_pytorch in parts.items() if is_pytorch]

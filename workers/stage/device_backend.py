@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from tramontane.proto.plan import StagePlan
-from tramontane.workers.attention.autotune import select_kernels
+from tramontane.workers.attention.autotune import select_kernels, try_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops, native_ops
+from tramontane.workers.kernels.row_invariance import triton_refusal
+from tramontane.workers.kernels.row_products import RowProducts, triton_products
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
 
@@ -17,12 +19,15 @@ class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
     ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
+    ``row_products`` replace those of linear layers and experts. ``has_exact_sums``: see ``sample``.
     """
 
     kernels: AttentionKernels
     fused_ops: FusedOps = EAGER
     graph_capture: GraphCapture | None = None
     make_event: RecordEvent | None = None
+    row_products: RowProducts | None = None
+    has_exact_sums: bool = False
 
     @property
     def pads_decodes(self) -> bool:
@@ -31,10 +36,34 @@ class DeviceBackend:
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
-    """Choose the backend of a stage on this device. This compiles and times kernels."""
+    """Choose the backend of a stage on this device. This compiles kernels, and times them.
+
+    Raises ConfigError if the plan requires batch invariance on a GPU that has no kernels for it.
+    """
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
         return DeviceBackend(select_kernels(plan, device), native_ops(plan.args, dtype))
     with torch.cuda.device(device):  # events and graphs belong to the current one
+        if plan.batch_invariant:
+            return row_wise_backend(plan, device, CudaGraphCapture(), DeviceEvent)
         kernels = select_kernels(plan, device)
         return DeviceBackend(kernels, compile_ops(plan.args, device, dtype), CudaGraphCapture(), DeviceEvent)
+
+
+def row_wise_backend(
+    plan: StagePlan, device: torch.device, graph_capture: GraphCapture | None = None, make_event: RecordEvent | None = None
+) -> DeviceBackend:
+    """Return a backend of Triton's kernels in which what is computed for a token does not depend on the other tokens.
+
+    Nothing is chosen by speed. Raises ConfigError if the kernels do not run here, or are not correct.
+    """
+    try:
+        # Triton is not installed on every platform.
+        from tramontane.workers.attention.triton_attention import triton_kernels
+        from tramontane.workers.kernels.triton_norm import row_wise_ops
+
+        products = triton_products(device, plan.weight_format)
+        kernels = try_kernels(plan, device, triton_kernels(plan))
+        return DeviceBackend(kernels, row_wise_ops(), graph_capture, make_event, products, has_exact_sums=True)
+    except Exception as error:  # compilers, drivers and imports raise errors of any kind
+        raise triton_refusal(plan.label, error) from error

@@ -69,9 +69,9 @@ class StageWorker:
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
-        model.finalize_weights(self.device)
         on_activity("choosing kernels")
         self.backend = backend or backend_for(plan, self.device)
+        model.finalize_weights(self.device, self.backend.row_products)
         if self.device.type == "cuda":  # elsewhere they take memory as they fill
             on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
@@ -81,7 +81,7 @@ class StageWorker:
         self.graphs = self._graph_runner()
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
-        self.logprobs = LogprobTracker(plan.args.vocab_size)
+        self.logprobs = LogprobTracker(plan.args.vocab_size, self.backend.has_exact_sums)
         self.numerics = Numerics()  # until ``load`` has found them out
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -286,7 +286,8 @@ class StageWorker:
         """Return a token id of each sequence, [S] on the device."""
         changed_SV = self.logits_processor.apply(logits_SV, seq_ids, positions)
         allowed_SV = self.structured_output.apply_masks(changed_SV, seq_ids)
-        return sample(allowed_SV, [self.table.sampling[s] for s in seq_ids], positions)
+        params = [self.table.sampling[s] for s in seq_ids]
+        return sample(allowed_SV, params, positions, self.backend.has_exact_sums)
 
 
 def _sampled_positions(batch: MicroBatch) -> list[int]:

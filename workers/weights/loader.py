@@ -54,9 +54,10 @@ def load_module(
     else:
         state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)
-    if plan.quantize and torch.device(device).type != "cpu":
-        on_activity("trying products with quantized weights")
-    warm_up_kernels(module, dtype)
+    if not (plan.batch_invariant and torch.device(device).type == "cuda"):  # there none of these kernels is used
+        if plan.quantize and torch.device(device).type != "cpu":
+            on_activity("trying products with quantized weights")
+        warm_up_kernels(module, dtype)
     return module.eval()
 
 
@@ -93,6 +94,8 @@ def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if plan.quantize:
         return f"weights are {plan.quantize}"
+    if plan.batch_invariant:  # with a grouped product for all GPUs and dtypes
+        return ""
     if plan.dtype != "bfloat16":
         return f"activations are {plan.dtype}, not bfloat16"
     if capability[0] not in KERNEL_CAPABILITIES:

@@ -1,0 +1,109 @@
+"""Triton matrix product whose tiles do not depend on the number of rows: a row's result has the same bits in any company.
+
+Every tile adds the products of a row in the order of the inputs, ``INPUTS`` at a time, in float32. No sum is divided between
+programs, and the same compiled kernel multiplies one row and a thousand. Where a row stands in its tile changes nothing.
+
+Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a matrix; r, n, k of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tramontane.workers.device.alignment import aligned
+
+ROWS, OUTPUTS = 64, 64  # of a tile: 4096 outputs are 64 programs for up to 64 rows
+INPUTS = {2: 64, 4: 32}  # of a tile at a time, by the bytes of an element
+WARPS, STAGES = 4, 4
+
+
+def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None) -> Tensor:
+    """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W is converted."""
+    num_rows = len(x_CK)
+    return _launch(x_CK, weight_NK[None], scale_N, None, triton.cdiv(num_rows, ROWS))
+
+
+def tiled_grouped_linear(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Compute x W^T by each row's expert, [C, N]. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
+
+    Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
+    200 rows of 8 experts: 3 full tiles, and one for each expert that is not full, 11.
+    """
+    num_rows = len(x_CK)
+    return _launch(x_CK, weight_ENK, None, ends_E, min(num_rows // ROWS + len(weight_ENK), num_rows))
+
+
+def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_N: Tensor | None, ends_E: Tensor | None, num_tiles: int) -> Tensor:
+    x_CK = aligned(x_CK)
+    (num_rows, width), num_outputs = x_CK.shape, weight_ENK.shape[1]
+    assert weight_ENK.shape[2] == width
+    assert weight_ENK.is_contiguous()
+    out_CN = torch.empty(num_rows, num_outputs, dtype=x_CK.dtype, device=x_CK.device)
+    num_experts = 0 if ends_E is None else len(weight_ENK)
+    pointers = x_CK, weight_ENK, out_CN if scale_N is None else scale_N, out_CN if ends_E is None else ends_E, out_CN
+    constants = num_experts, triton.next_power_of_2(max(num_experts, 1)), scale_N is not None
+    tile = ROWS, OUTPUTS, INPUTS[x_CK.element_size()]
+    if num_rows:
+        with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            _kernel[num_tiles, triton.cdiv(num_outputs, OUTPUTS)](
+                *pointers, num_rows, num_outputs, width, *constants, *tile, num_warps=WARPS, num_stages=STAGES
+            )
+    return out_CN
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    x_CK,
+    weight_ENK,
+    scale_N,
+    ends_E,
+    out_CN,
+    num_rows,
+    num_outputs,
+    width,
+    num_experts: tl.constexpr,
+    e_block: tl.constexpr,
+    has_scale: tl.constexpr,
+    r_block: tl.constexpr,
+    n_block: tl.constexpr,
+    k_block: tl.constexpr,
+):
+    """Compute one tile of outputs. Programs of the same outputs are neighbours, so that they find the weights in the cache.
+
+    With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
+    2 is rows 70 to 99 of expert 2, and tile 3 has none.
+    """
+    tile = tl.program_id(0)
+    if num_experts == 0:
+        expert = 0
+        first = tile * r_block
+        end = num_rows
+    else:
+        e = tl.arange(0, e_block)
+        starts_e = tl.load(ends_E + e - 1, mask=(e > 0) & (e < num_experts), other=0)
+        ends_e = tl.load(ends_E + e, mask=e < num_experts, other=0)
+        tiles_e = tl.where(e < num_experts, (ends_e - starts_e + r_block - 1) // r_block, 0)
+        expert = tl.sum((tl.cumsum(tiles_e, 0) <= tile).to(tl.int32))
+        tiles_before = tl.sum(tl.where(e < expert, tiles_e, 0))
+        first = tl.sum(tl.where(e == expert, starts_e, 0)) + (tile - tiles_before) * r_block
+        end = tl.sum(tl.where(e == expert, ends_e, 0))
+    if first < end:
+        r = first + tl.arange(0, r_block)[:, None]
+        n = tl.program_id(1) * n_block + tl.arange(0, n_block)[None, :]
+        rows = x_CK + r.to(tl.int64) * width  # 131072 rows of 16384 are 2**31 elements
+        # As many outputs; 8 matrices of 28672 by 4096 are nearly 2**30.
+        matrix_rows = weight_ENK + (tl.cast(expert, tl.int64) * num_outputs + n) * width
+        sum_rn = tl.zeros((r_block, n_block), dtype=tl.float32)
+        for start in range(0, width, k_block):
+            k = start + tl.arange(0, k_block)
+            x_rk = tl.load(rows + k[None, :], mask=(r < end) & (k[None, :] < width), other=0.0)
+            numbers_kn = tl.load(matrix_rows + k[:, None], mask=(n < num_outputs) & (k[:, None] < width), other=0.0)
+            weight_kn = numbers_kn
+            if numbers_kn.dtype != x_rk.dtype:  # exact, and by way of float32: Triton generates longer code for fp8 to bfloat16
+                weight_kn = numbers_kn.to(tl.float32).to(x_rk.dtype)
+            sum_rn = tl.dot(x_rk, weight_kn, sum_rn, input_precision="ieee")
+        if has_scale:
+            sum_rn *= tl.load(scale_N + n, mask=n < num_outputs, other=0.0).to(tl.float32)
+        out_rn = sum_rn.to(out_CN.dtype.element_ty)
+        tl.store(out_CN + r.to(tl.int64) * num_outputs + n, out_rn, mask=(r < end) & (n < num_outputs))
