@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCH = Path(__file__).parent / "bench" / "gpu.py"
-GROUPS = "logits,masks,replay,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages"
+GROUPS = "logits,masks,replay,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +29,7 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
     assert {name for name, holds in checks.items() if holds is not True} == masks, "kernels are for GPUs only"
     titles = [f"logits, {kind}: 16 bits against float32 on the CPU" for kind in ("dense, prefill", "dense, decode")]
     assert checks.keys() >= {*titles, "CUDA graphs: logits against eager steps, at worst"}
+    assert checks.keys() >= {f"batch invariance, {kind}: steps with other logits in company" for kind in ("dense", "experts")}
     unmeasured = {row["name"]: row["detail"] for row in rows.values() if row["figure"] == "not measured"}
     assert unmeasured == {"mistral-inference": "mistral_inference is not installed"}
     for name in (
@@ -38,6 +39,7 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
     ):
         assert rows[name]["wanted"].startswith("at least")
         assert name in done.stdout
+    assert "--batch-invariant: speed of Mixtral 8x7B, decode, batch 64, context 1024, over that without" in rows
     assert "these figures do not describe the real ones" in done.stdout
 
 
@@ -70,7 +72,7 @@ def test_a_nan_fails_the_check_in_any_step(monkeypatch: pytest.MonkeyPatch) -> N
     for wrong in (None, 0, 1):
         replayed = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]
         results = itertools.cycle([replayed, computed])
-        monkeypatch.setattr(gpu_checks, "_forced", lambda *_, results=results: next(results))
+        monkeypatch.setattr(gpu_checks, "forced_logits", lambda *_, results=results: next(results))
         (check,) = gpu_checks.replay_check("cpu", True)
         assert check.holds == (wrong is None)
 

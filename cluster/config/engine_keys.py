@@ -73,8 +73,8 @@ class PipelineKeys(KeyGroup):
     batch_invariant: bool | None = key(
         None,
         "The same tokens for a request whatever else is computed at the same time, however its prompt is divided, on any number "
-        "of stages (docs/batch-invariance.md). A stage that cannot have it refuses to start. With --no-batch-invariant stages "
-        "choose the fastest kernels.",
+        "of stages (docs/batch-invariance.md). A stage that cannot have it refuses to start; GPUs then use slower kernels of "
+        "their own. With --no-batch-invariant stages choose the fastest kernels.",
         unset="on without a GPU, with a warning where it cannot be; off on GPUs",
         defines_pipeline=True,
     )

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_checks import Check, logits_check, mask_checks, replay_check, sanitizer_check
+from gpu_invariance import invariance_checks, invariance_cost
 from gpu_peers import against_mistral_inference, against_transformers
 from gpu_pipeline import stages_on_one_gpu
 from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_sizes, quantized, rolling, walls
@@ -36,6 +37,7 @@ CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
     "logits": lambda size: logits_check(size.device, size.small),
     "masks": lambda size: mask_checks(size.device),
     "replay": lambda size: replay_check(size.device, size.small),
+    "invariance": lambda size: invariance_checks(size.device, size.small),
     "sanitizer": lambda _size: sanitizer_check(),
 }
 FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
@@ -47,6 +49,7 @@ FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
     "stages": stages_on_one_gpu,
     "quantized": quantized,
     "pages": page_sizes,
+    "invariance-cost": invariance_cost,
 }
 
 

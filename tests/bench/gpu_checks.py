@@ -59,7 +59,7 @@ def logits_check(device: str, small: bool) -> Iterator[Check]:
     If two experts' scores are nearly equal, a gate may choose the other one, and that row's logits are different. Models with
     experts are therefore checked by the median row, and the share of rows that differ is a separate check.
     """
-    dense = _four_layers(small)
+    dense = four_layers(small)
     sparse = replace(dense, moe=MoeArgs(8, 2), hidden_dim=dense.hidden_dim // 4)
     for name, args in (("dense", dense), ("experts", sparse)):
         both = zip(_logits(args, device, "bfloat16"), _logits(args, "cpu", "float32"), strict=True)
@@ -73,7 +73,7 @@ def logits_check(device: str, small: bool) -> Iterator[Check]:
                 yield Check(f"{title}, rows that differ", float((~(rows <= MAX_DIFFERENCE)).float().mean()), 0.6)
 
 
-def _four_layers(small: bool) -> ModelArgs:
+def four_layers(small: bool) -> ModelArgs:
     return shrunk(MISTRAL_7B) if small else replace(MISTRAL_7B, n_layers=4, windows=(64, None, 64, None))
 
 
@@ -204,12 +204,12 @@ def _indexes(
 
 def replay_check(device: str, small: bool) -> Iterator[Check]:
     """Compare logits of CUDA graphs with those of eager steps, for fixed tokens: the worst of several batch sizes."""
-    with running(_four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
+    with running(four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
         backend, worst = runner.worker.backend, 0.0
         for batch in BATCHES:
-            replayed = _forced(runner, batch)
+            replayed = forced_logits(runner, batch)
             graphs, runner.worker.graphs = runner.worker.graphs, None
-            differences = (relative(a, b) for a, b in zip(replayed, _forced(runner, batch), strict=True))
+            differences = (relative(a, b) for a, b in zip(replayed, forced_logits(runner, batch), strict=True))
             worst = max(worst, *differences, key=_badness)
             runner.worker.graphs = graphs
         yield Check("CUDA graphs: logits against eager steps, at worst", worst, MAX_DIFFERENCE)
@@ -219,7 +219,7 @@ def replay_check(device: str, small: bool) -> Iterator[Check]:
             yield Check("CUDA graphs: sizes that could not be captured", float(len(missing)), 1.0)
 
 
-def _forced(runner: Runner, batch: int) -> list[Tensor]:
+def forced_logits(runner: Runner, batch: int) -> list[Tensor]:
     runner.prefill(batch, 100, 1024)
     with recorded_logits(runner) as logits:
         for step in range(12):

@@ -162,12 +162,14 @@ def running(
     page_size: int = 16,
     dtype: str | None = None,
     quantize: Quantization | None = None,
+    batch_invariant: bool | None = None,
 ) -> Iterator[Runner]:
     """Load a stage with random weights and with pages for ``max_num_seqs`` sequences; its memory is freed afterwards."""
     args, dtype = replace(args, max_seq_len=max_len), dtype or args.dtype
     cache = max_num_seqs * sum(min(w or max_len, max_len) + 2 * page_size for w in args.windows)
     memory = int((_weight_bytes(args, dtype) + cache * kv_bytes_per_position(args, dtype)) * 1.3) + GIB
-    request = PlanRequest((StageBudget(memory),), dtype, max_len, max_num_seqs, page_size, quantize=quantize)
+    budgets = (StageBudget(memory),)
+    request = PlanRequest(budgets, dtype, max_len, max_num_seqs, page_size, quantize=quantize, batch_invariant=batch_invariant)
     plan = make_plan(args, request)
     worker = StageWorker.load(plan.stages[0], RandomWeights(), device)
     runner = Runner(worker, PageAllocator(plan.cache))

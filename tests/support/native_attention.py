@@ -4,7 +4,7 @@ Shape letters: T tokens of a row, L tokens of a prompt, S keys of a packed row, 
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +48,11 @@ def prefill(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, index: PrefillMetadata)
 
 
 def prefill_in_chunks(
-    prompt: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], window: int | None, others: Sequence[tuple[int, int]] = ()
+    prompt: tuple[Tensor, Tensor, Tensor],
+    sizes: Sequence[int],
+    window: int | None,
+    others: Sequence[tuple[int, int]] = (),
+    attend: Callable[[Tensor, Tensor, Tensor, PrefillMetadata], Tensor] = prefill,
 ) -> Tensor:
     """Compute a prompt [L, H, d] in chunks of these sizes, each between ``others`` (start, tokens) of other sequences."""
     q_LHd, k_LGd, v_LGd = prompt
@@ -69,7 +73,7 @@ def prefill_in_chunks(
             torch.cat((x[: before[1]], own[first : start + size], x[before[1] :]))
             for x, own in zip(other[1:], (k_LGd, v_LGd), strict=True)
         ]
-        outs.append(prefill(q_THd, keys[0], keys[1], index)[before[0] : before[0] + size])
+        outs.append(attend(q_THd, keys[0], keys[1], index)[before[0] : before[0] + size])
         start += size
     return torch.cat(outs)
 

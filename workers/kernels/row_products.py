@@ -47,7 +47,7 @@ def set_row_products(model: nn.Module, products: RowProducts | None) -> None:
     """Use these products in every linear layer, or what the layers have themselves."""
     for module in model.modules():
         if isinstance(module, Linear | QuantizedLinear):
-            module.product = products and products.linear
+            module.product = None if products is None else products.linear
 
 
 @torch.inference_mode()

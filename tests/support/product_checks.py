@@ -1,0 +1,76 @@
+"""Checks of Triton's products and norm of rows: they are right, and a row has the same bits in any company.
+
+Shape letters: C rows, E experts, N outputs, K inputs, D width of a norm.
+"""
+
+from functools import partial
+
+import torch
+from interpreted_checks import Check
+from torch import Tensor
+
+from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.row_invariance import differing_row_count
+from tramontane.workers.kernels.triton_linear import tiled_grouped_linear, tiled_linear
+from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+# Relative, by norms. The interpreter cuts numbers off where a GPU rounds them to bfloat16.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
+NUM_ROWS, NUM_OUTPUTS, NUM_INPUTS = 70, 75, 133  # two tiles of rows and of outputs, three blocks of inputs, all ragged
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    difference = float((out.cpu().double() - expected).norm() / expected.norm())
+    assert difference < TOLERANCE[dtype], difference
+
+
+def check_product(dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
+    """Compare with float64, and rows with the same rows in other company."""
+    is_quantized = weight_dtype in QUANTIZED
+    weight_NK = (_random(NUM_OUTPUTS, NUM_INPUTS) * (40 if is_quantized else 1)).clamp(-127, 127).to(weight_dtype)
+    scale_N = torch.rand(NUM_OUTPUTS, generator=torch.Generator().manual_seed(1)) if is_quantized else None
+    x_CK = _random(NUM_ROWS, NUM_INPUTS, seed=2).to(dtype)
+    wide_NK = weight_NK.double() * (1 if scale_N is None else scale_N[:, None].double())
+    own_NK, own_scale_N, own_CK = weight_NK.to(device), None if scale_N is None else scale_N.to(device), x_CK.to(device)
+    out_CN = tiled_linear(own_CK, own_NK, own_scale_N)
+    _assert_close(out_CN, x_CK.double() @ wide_NK.T, dtype)
+    assert not differing_row_count(lambda some_CK: tiled_linear(some_CK, own_NK, own_scale_N), own_CK)
+    assert torch.equal(tiled_linear(own_CK.flip(0), own_NK, own_scale_N).flip(0), out_CN)
+    assert tiled_linear(own_CK[:0], own_NK, own_scale_N).shape == (0, NUM_OUTPUTS)
+
+
+def check_groups(dtype: torch.dtype, device: str) -> None:
+    """Compare the grouped product with the product of each group, bit for bit; rows after the last group have no result."""
+    weight_ENK = _random(5, NUM_OUTPUTS, NUM_INPUTS).to(device, dtype)
+    for num_rows, ends in ((NUM_ROWS + 70, (0, 68, 68, 133, 138)), (2, (0, 0, 1, 1, 2)), (3, (0, 0, 0, 0, 1)), (1, (0,) * 5)):
+        x_CK = _random(num_rows, NUM_INPUTS, seed=3).to(device, dtype)
+        out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device))
+        assert out_CN.shape == (num_rows, NUM_OUTPUTS)
+        for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            assert torch.equal(out_CN[start:end], tiled_linear(x_CK[start:end], weight_ENK[expert])), (expert, start, end)
+
+
+def check_norm(dtype: torch.dtype, device: str) -> None:
+    """Compare with PyTorch, rows with the same rows in other company, and both entries with each other."""
+    h_TD, more_TD = (_random(9, NUM_INPUTS, seed=seed).to(device, dtype) for seed in (4, 5))
+    weight_D = _random(NUM_INPUTS, seed=6).to(device, dtype)
+    sum_TD, out_TD = add_rms_norm(h_TD, more_TD, weight_D, 1e-5)
+    assert torch.equal(sum_TD, h_TD + more_TD)
+    assert torch.equal(out_TD, rms_norm(sum_TD, weight_D, 1e-5))
+    assert torch.equal(rms_norm(sum_TD[2:3], weight_D, 1e-5), out_TD[2:3])
+    _assert_close(out_TD, EAGER.rms_norm(sum_TD.double(), weight_D.double(), 1e-5).cpu(), dtype)
+
+
+CHECKS: dict[str, Check] = {
+    **{f"product of {x} and {w}": partial(check_product, x, w) for x in DTYPES for w in (x, *QUANTIZED)},
+    "product of torch.float32 and torch.bfloat16": partial(check_product, torch.float32, torch.bfloat16),
+    **{f"groups in {dtype}": partial(check_groups, dtype) for dtype in DTYPES},
+    **{f"norm in {dtype}": partial(check_norm, dtype) for dtype in DTYPES},
+}

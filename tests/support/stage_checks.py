@@ -1,0 +1,66 @@
+"""Checks of whole stages that compute by Triton's kernels: as a GPU's, and on a CPU by the interpreter."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from interpreted_checks import Check
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.plan import StagePlan
+from tramontane.workers.attention import triton_attention
+from tramontane.workers.kernels import row_products
+from tramontane.workers.stage import stage_worker
+from tramontane.workers.stage.device_backend import row_wise_backend
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights import loader
+
+ARGS = tiny_args(n_layers=2, windows=(None, 24))
+
+
+def load(plan: StagePlan, device: str) -> StageWorker:
+    """Load a stage as on a GPU, also on a CPU."""
+    if device != "cpu":
+        return StageWorker.load(plan, RandomWeights(), device)
+    with (
+        patch.object(loader, "pack_linears", lambda *_: {}),
+        patch.object(stage_worker, "supports_grouped_gemm", lambda plan, _device: not plan.quantize),
+        patch.object(stage_worker, "backend_for", row_wise_backend),
+    ):
+        return StageWorker.load(plan, RandomWeights(), device)
+
+
+def check_stage(plan: StagePlan, device: str) -> None:
+    """Load a stage that tries itself: it is batch-invariant, and its experts need no host unless they are quantized."""
+    worker = load(replace(plan, batch_invariant=True), device)
+    assert worker.is_batch_invariant
+    assert worker.model.experts is not None
+    assert worker.model.experts.is_graph_safe == (plan.quantize is None)
+
+
+def check_refusal(device: str) -> None:
+    """Let one kernel be wrong: the stage says so."""
+    plan, right = tiny_plan(ARGS, batch_invariant=True).stages[0], triton_attention.TritonDecode.attend
+    with patch.object(triton_attention.TritonDecode, "attend", lambda *given: 1.1 * right(*given)):
+        _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.1)")
+    with patch.object(triton_attention.TritonDecode, "attend", lambda *given: right(*given) + 1e-5):
+        _assert_refused(plan, device, "layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks")
+    with patch.object(row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")):
+        _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.2)")
+
+
+def _assert_refused(plan: StagePlan, device: str, reason: str) -> None:
+    message = f"{plan.label} cannot be batch-invariant: {reason}; start without --batch-invariant"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(plan, device)
+
+
+CHECKS: dict[str, Check] = {
+    "experts in bfloat16": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16").stages[0]),
+    "experts in int8": partial(check_stage, tiny_plan(ARGS, dtype="float32", quantize="int8").stages[0]),
+    "refusal": check_refusal,
+}

@@ -1,0 +1,65 @@
+"""Triton's products with fixed tiles, and its norm: by the interpreter, compiled for GPUs that are not there, and on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interpreted_checks import run_interpreted
+from product_checks import CHECKS
+
+# Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB.
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tramontane.workers.attention import triton_attention as attention
+from tramontane.workers.kernels import triton_linear as linear
+
+def compiled(kernel, types, constants, pointers, capability, module):
+    types = (*types, *("constexpr",) * len(constants))
+    sizes = {(i,): each for i, each in enumerate(constants, len(types) - len(constants))}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), sizes, aligned)
+    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), options=options)
+    assert made.metadata.shared <= 99 * 1024, made.metadata.shared
+    assert "mma" in made.asm["ptx"], "tensor cores"
+
+for capability in (80, 90):
+    types = (*("*bf16", "*bf16", "*fp32", "*i32", "*bf16"), *("i32",) * 3)
+    tile = (linear.ROWS, linear.OUTPUTS, linear.INPUTS[2])
+    compiled(linear._kernel, types, (8, 8, False, *tile), (0, 1, 2, 3, 4, 6, 7), capability, linear)
+    types = (*("*bf16",) * 3, "*i32", "*i32", "*bf16", *("i32",) * 3, "fp32")
+    tile = (attention.ROWS, attention.KEYS[2])
+    compiled(attention._kernel, types, (4, 8, 128, 128, *tile), range(6), capability, attention)
+"""
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_interpreted("product_checks")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_gpu(name: str) -> None:
+    if "float8" in name and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    CHECKS[name]("cuda")
+
+
+def test_kernels_compile_for_gpus_that_are_not_here() -> None:
+    """Those of bfloat16, with attention's, whose tiles fit into the shared memory of a small GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,55 @@
+"""Probabilities whose sums are exact: the same tokens as by floating sums, and none of it depends on an order of addition."""
+
+import pytest
+import torch
+
+from tramontane.proto.request import SamplingParams
+from tramontane.workers.sampling.exact_sums import UNITS, exact_logsumexp, exact_weights
+from tramontane.workers.sampling.logprobs import token_logprobs
+from tramontane.workers.sampling.sampler import sample
+
+VOCAB = 20_000
+
+
+def _logits(num_rows: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
+def test_sums_do_not_depend_on_the_order(scale: float) -> None:
+    weights_SV = exact_weights(_logits(3, scale))
+    mixed_SV = weights_SV[:, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))]
+    assert torch.equal(weights_SV.sum(-1), mixed_SV.sum(-1))
+    assert torch.equal(weights_SV.cumsum(-1)[:, -1], mixed_SV.flip(-1).sum(-1))
+    assert torch.equal(weights_SV, weights_SV.round())
+    assert torch.equal(weights_SV.amax(-1), torch.full((3,), UNITS, dtype=torch.float64))
+    assert UNITS * 2**19 <= 2**53
+
+
+def test_the_worked_example() -> None:
+    assert exact_weights(torch.tensor([[0.0, -1.0, -30.0, -torch.inf]])).tolist() == [[2**34, 6320120675, 0, 0]]
+
+
+def test_log_probabilities_are_those_of_floating_sums() -> None:
+    logits_SV = _logits(4)
+    torch.testing.assert_close(exact_logsumexp(logits_SV), logits_SV.double().logsumexp(-1, keepdim=True).float())
+    floating, exact = (token_logprobs(logits_SV, [1, 2, 3, 4], [3, 0, 2, 1], has_exact) for has_exact in (False, True))
+    for (chosen, top), (own, own_top) in zip(floating, exact, strict=True):
+        assert own == pytest.approx(chosen, abs=1e-5)
+        assert [token for token, _ in own_top] == [token for token, _ in top]
+
+
+def test_of_equal_logits_the_first_are_the_best() -> None:
+    ((_, top),) = token_logprobs(torch.zeros(1, VOCAB), [5], [3], has_exact_sums=True)
+    assert [token for token, _ in top] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 50}], ids=str)
+def test_tokens_are_those_of_floating_sums(params: dict[str, float]) -> None:
+    """Of draws that are not next to a border, which are nearly all."""
+    logits_SV = _logits(200)
+    sampling = [SamplingParams(temperature=1.0, seed=7, **params)] * 200  # type: ignore[arg-type]
+    floating, exact = (sample(logits_SV, sampling, range(200), has_exact) for has_exact in (False, True))
+    assert int((floating != exact).sum()) <= 1
+    alone = torch.cat([sample(logits_SV[row : row + 1], sampling[:1], [row], has_exact_sums=True) for row in range(20)])
+    assert torch.equal(alone, exact[:20])
