@@ -19,7 +19,7 @@ from tramontane.workers.stage.device_backend import row_wise_backend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
-ARGS = tiny_args(n_layers=2, windows=(None, 24))
+ARGS = tiny_args(n_layers=1, windows=(24,))
 
 
 def load(plan: StagePlan, device: str) -> StageWorker:
