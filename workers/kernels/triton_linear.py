@@ -69,7 +69,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     n_block: tl.constexpr,
     k_block: tl.constexpr,
 ):
-    """Compute one tile of outputs. Programs of the same outputs are neighbours, so that they find the weights in the cache.
+    """Compute one tile of outputs. Programs of the same outputs are adjacent, so that they find the weights in the cache.
 
     With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
     2 is rows 70 to 99 of expert 2, and tile 3 has none.
