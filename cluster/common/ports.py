@@ -3,9 +3,9 @@
 import json
 import re
 import socket
-import time
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -87,27 +87,38 @@ def _describe_process(host: str, port: int) -> str:
 
 
 def _describe_server(host: str, port: int) -> str:
+    """Return what a server of ours says of itself; "" for another, and for one that has not answered after ANSWER_TIMEOUT_S.
+
+    The client bounds only the time between two bytes, so it gets a thread, which may be left behind.
+    """
+    answers: list[str] = []
+    asking = Thread(target=lambda: answers.append(_ask(host, port)), daemon=True)
+    asking.start()
+    asking.join(ANSWER_TIMEOUT_S)
+    return answers[0] if answers else ""
+
+
+def _ask(host: str, port: int) -> str:
     """Ask for ``/``, which needs no key, then for what needs one; return "" if it is no server of ours."""
     address = EVERYWHERE.get(host, host)
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
     with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError):
         with httpx.Client(base_url=url, timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
-            if not _get_json(client, "/", deadline).keys() >= ROOT_KEYS:
+            if not _get_json(client, "/").keys() >= ROOT_KEYS:
                 return ""
-            version, models = (_get_json(client, path, deadline) for path in ("/version", "/v1/models"))
+            version, models = (_get_json(client, path) for path in ("/version", "/v1/models"))
         if version is None or models is None:
             return "Tramontane, which asks for an API key"
         return f"Tramontane {version['version']}, which serves {models['data'][0]['id']}"
     return ""
 
 
-def _get_json(client: httpx.Client, path: str, deadline: float) -> Any:  # noqa: ANN401 - any JSON
-    """Return an answer's body, None for an error. Raises ValueError if it is long, takes long or is no JSON."""
+def _get_json(client: httpx.Client, path: str) -> Any:  # noqa: ANN401 - any JSON
+    """Return an answer's body, None for an error. Raises ValueError if it is long or is no JSON."""
     body = bytearray()
     with client.stream("GET", path) as response:
         for part in response.iter_bytes():
             body += part
-            if len(body) > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+            if len(body) > MAX_ANSWER_BYTES:
                 raise ValueError(f"{path} has no end")
     return json.loads(body) if response.is_success else None

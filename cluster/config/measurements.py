@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -77,8 +78,17 @@ def _read(path: Path, name: str, command: str, key: str, parse: Callable[[Any], 
         raise ConfigError(f"{name} {path} is not what {command} writes: it has no {key}") from error
 
 
+def _parse_list(value: object) -> object:
+    """Return the list of a configuration file that reached us as the text of a flag; all else as it is."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
 def parse_load_option(value: object) -> object:
     """Return the load of a file, which is read at once: processes that use the configuration may not have it."""
+    value = _parse_list(value)
     return read_load(Path(value)) if isinstance(value, str | Path) else value
 
 
@@ -144,6 +154,7 @@ def _speeds(devices: Sequence[object], speeds: Sequence[object]) -> list[int]:
 
 def parse_stage_times_option(value: object) -> object:
     """Return the times in a file, which is read at once: processes that use the configuration may not have it."""
+    value = _parse_list(value)
     if not isinstance(value, str | Path):
         return value
     return _read(Path(value), "--measured", "tramontane bench --json", "stages", parse_stage_times)

@@ -1,6 +1,7 @@
 """Command line options, made from the keys of the configuration, and the configuration that they and ``--config`` give."""
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import EnumType
@@ -125,9 +126,15 @@ def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         keys = {key: value for key, value in ConfigFile.read(path).keys.items() if value is not None}
         names = {parameter.name for parameter in context.command.params}
-        texts = {key: ",".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in keys.items()}
-        context.default_map = {key: text for key, text in texts.items() if key in names}
+        context.default_map = {key: _as_text(value) for key, value in keys.items() if key in names}
     return path
+
+
+def _as_text(value: object) -> str:
+    """Return what the flag of a key would be given: ``24GiB,80GiB``, or JSON for a list of lists or of dictionaries."""
+    if not isinstance(value, list):
+        return str(value)
+    return json.dumps(value) if any(isinstance(each, list | dict) for each in value) else ",".join(map(str, value))
 
 
 # For commands that plan or model something, of which only some keys are options.

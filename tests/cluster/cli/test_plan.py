@@ -642,6 +642,15 @@ def test_the_model_of_a_file_may_be_below_the_home_folder(tmp_path: Path, monkey
     assert len(json.loads(outcome.stdout)["stages"]) == 2
 
 
+@pytest.mark.parametrize(("busy", "layers"), [((1, 1), "0-15"), ((1, 2), "0-23")])
+def test_a_file_may_hold_the_measured_times_themselves(tmp_path: Path, busy: tuple[int, int], layers: str) -> None:
+    times = [{"first": 0, "last": 15, "busy": busy[0]}, {"first": 16, "last": 31, "busy": busy[1]}]
+    (file := tmp_path / "tramontane.yaml").write_text(json.dumps({"measured": times, "stages": 2, "gpu_memory": "80GiB"}))
+    outcome = CliRunner().invoke(app, ["plan", "--model", "mistral-7b-v0.1", "--config", str(file)])
+    assert outcome.exit_code == 0, outcome.output
+    assert layers in outcome.stdout
+
+
 @pytest.mark.parametrize(
     ("given", "likely"),
     [("Mixtral-8x7B", "mixtral-8x7b"), ("mistral-7b-v02", "mistral-7b-v0.2"), ("ministral8", "ministral-8b")],

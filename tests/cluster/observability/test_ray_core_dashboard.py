@@ -147,7 +147,7 @@ def test_prometheus_accepts_its_settings(written: Path) -> None:
     assert "10 rules found" in result.stdout + result.stderr
     (scrape,) = yaml.safe_load((written / "prometheus.yml").read_text())["scrape_configs"]
     (nodes,) = scrape["file_sd_configs"]
-    assert nodes["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
+    assert nodes == {"files": ["/tmp/ray/prom_metrics_service_discovery.json"], "refresh_interval": "10s"}
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here; apt-get install prometheus")

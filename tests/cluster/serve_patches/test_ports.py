@@ -6,7 +6,7 @@ import socket
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import httpx
@@ -200,23 +200,32 @@ def test_another_process_is_named_with_its_id(reply: bytes) -> None:
         thread.join()
 
 
-def test_an_answer_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as music. The client itself bounds only the time between two of its parts."""
-    now = iter(range(1000))
-    monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+@pytest.mark.parametrize("beginning", [b"transfer-encoding: chunked\r\n\r\n", b"x: "])
+def test_an_answer_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+    """Such as music, or a header that never ends. The client itself bounds only the time between two of its parts."""
+    monkeypatch.setattr(ports, "ANSWER_TIMEOUT_S", 0.05)
+    is_over = Event()
     with socket.create_server(("127.0.0.1", 0)) as held:
 
         def play() -> None:
             connection, _ = held.accept()
             with connection, suppress(OSError):
-                connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-                while connection.recv(0) == b"":
-                    connection.sendall(b"1\r\n[\r\n")
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + beginning)
+                while not is_over.wait(0.01):
+                    connection.sendall(b"1\r\n[\r\n" if b"chunked" in beginning else b"x")
 
         thread = Thread(target=play)
         thread.start()
         assert "process" in describe_listener("127.0.0.1", held.getsockname()[1])
+        is_over.set()
         thread.join()
+
+
+def test_an_answer_that_is_too_long_is_no_server_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = dict.fromkeys((*ports.ROOT_KEYS, "filler"), "x" * (ports.MAX_ANSWER_BYTES // 4))
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=long))
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=transport))
+    assert "Tramontane" not in describe_listener("127.0.0.1", 1)
 
 
 def test_a_process_that_is_silent_or_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
