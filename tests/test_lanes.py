@@ -140,3 +140,9 @@ def test_a_planted_mark_without_the_other_is_found() -> None:
     assert served_without_ray("@pytest.mark.serve\ndef test_x(): ...") == ["test_x"]
     assert served_without_ray("@pytest.mark.ray\nclass TestX:\n    @pytest.mark.serve\n    def test_x(self): ...") == []
     assert served_without_ray("pytestmark = [pytest.mark.ray, pytest.mark.serve]") == []
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """The folders are no packages, so pytest imports each file by its name alone."""
+    names = [Path(file).name for file in FILES]
+    assert [name for name in set(names) if names.count(name) > 1] == []
