@@ -719,7 +719,7 @@ REFUSED_BODIES = {
     b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
     b'{"prompt": "\\ud800"}': "the body is not JSON: an escape \\u is cut off, or half of a surrogate pair",
     b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
-    b"\xef\xbb\xbf" + REQUEST_BODY: "the body is not JSON: a value is missing (column 1)",
+    b"\xef\xbb\xbf" + REQUEST_BODY: "the body is not JSON: a request begins with { (column 1)",
     REQUEST_BODY.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
     REQUEST_BODY + b"x": "the body is not JSON: there is more after its end (column 56)",
     REQUEST_BODY[:-1]: "the body is not JSON: it ends too early (column ",
