@@ -39,7 +39,7 @@ def measure(folder: Path, command: list[str]) -> dict[str, float]:
     flags = ["--json", "--model", str(folder), "--num-prompts", str(NUM_PROMPTS), *TWO_BY_ONE.flags()]
     run = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     if run.returncode:
-        raise SystemExit(run.stderr)
+        raise RuntimeError(run.stderr)
     answer = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
     return {"tokens_per_second": answer["tokens_per_second"], "ttft_s": answer["median_ttft_ms"] / 1000}
 

@@ -178,7 +178,7 @@ def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer:
             response = await harness.post(GREEDY | {"return_token_ids": True})
             assert response.status_code == 200
             answer = response.json()
-            assert answer.keys() == {"id", "object", "created", "model", "choices", "usage", "timings"}
+            assert answer.keys() == {"id", "object", "created", "model", "choices", "usage", "timings", "system_fingerprint"}
             assert answer["id"].startswith("cmpl-")
             assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
             [choice] = answer["choices"]

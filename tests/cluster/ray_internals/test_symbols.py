@@ -204,8 +204,8 @@ def _ray_without_a_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _serve() -> None:
-    """Run ``tramontane serve``, which refuses ``local`` before it starts anything, but after the check."""
-    run_server(EngineConfig(local=True), print, lambda _: None, lambda _: None)
+    """Run ``tramontane serve``, which refuses this exporter before it starts anything, but after the check."""
+    run_server(EngineConfig(tracing_exporter="no_such_module:exporter"), print, lambda _: None, lambda _: None)
 
 
 @pytest.mark.usefixtures("_ray_without_a_symbol")
