@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 import psutil
+from model_135m import MODEL_135M
 from rich.console import Console
 from rich.table import Table
 from targets import Target, at_least, at_most, conclude
@@ -44,23 +45,8 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 BIN = Path(sys.executable).parent
 PORT = 8767
-LAYERS = 30
-MODEL = ModelArgs(
-    dim=576,
-    n_layers=LAYERS,
-    head_dim=64,
-    hidden_dim=1536,
-    n_heads=9,
-    n_kv_heads=3,
-    norm_eps=1e-5,
-    vocab_size=49152,
-    rope_theta=1e5,
-    max_seq_len=8192,
-    windows=(None,) * LAYERS,
-    tied_embeddings=True,
-)
 EMPTY = replace(
-    MODEL, dim=32, n_layers=2, head_dim=16, hidden_dim=32, n_heads=2, n_kv_heads=1, vocab_size=64, windows=(None,) * 2
+    MODEL_135M, dim=32, n_layers=2, head_dim=16, hidden_dim=32, n_heads=2, n_kv_heads=1, vocab_size=64, windows=(None,) * 2
 )
 MAX_MORE_GB, MAX_DIFFERENCE, MIN_USED = 1.5, 0.02, 0.98
 SAMPLE_EVERY_S, IDLE_S = 0.5, 15.0
@@ -206,7 +192,7 @@ def measure(length: int, slots: int) -> Figures:
     with tempfile.TemporaryDirectory(prefix="tramontane-bench-") as home:
         folder, empty = Path(home) / "model", Path(home) / "empty"
         console.print("writing a random model ...")
-        write_random_checkpoint(folder, MODEL, Layout.HUGGING_FACE)
+        write_random_checkpoint(folder, MODEL_135M, Layout.HUGGING_FACE)
         write_random_checkpoint(empty, EMPTY, Layout.HUGGING_FACE)
         console.print("an idle server ...")
         with serving(folder) as idle:
@@ -216,10 +202,10 @@ def measure(length: int, slots: int) -> Figures:
         with serving(empty, "--max-num-seqs", str(BASE_SLOTS)) as small:
             asyncio.run(fill(length, BASE_SLOTS, EMPTY.vocab_size))
         console.print(f"{slots} sequences of {length} positions ...")
-        plan = plan_of(MODEL, folder, *options)
+        plan = plan_of(MODEL_135M, folder, *options)
         began = time.perf_counter()
         with serving(folder, *options) as full:
-            used = asyncio.run(fill(length, slots, MODEL.vocab_size))
+            used = asyncio.run(fill(length, slots, MODEL_135M.vocab_size))
             time.sleep(2 * SAMPLE_EVERY_S)
         console.print(f"... took {time.perf_counter() - began:.0f} s", style="dim")
         # Which process is which stage cannot be seen from outside; the larger one is of the larger plan.

@@ -1,4 +1,4 @@
-"""Frequencies of the rotary embedding of scaled models: the worked example, and those of transformers."""
+"""Rotary embedding: frequencies of scaled models, the worked example and those of transformers; tables that are kept."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from transformers import MistralConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tramontane.proto.model_args import ModelArgs, YarnScaling
-from tramontane.workers.model.rotary import rotary_frequencies
+from tramontane.workers.model.rotary import BLOCK_POSITIONS, RotaryCache, rotary_frequencies, rotary_tables
 
 FACTOR = 8.0
 
@@ -45,3 +45,37 @@ def test_frequencies_are_those_of_transformers(head_dim: int, theta: float, orig
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     ours = rotary_frequencies(_args(head_dim, theta, original, fast, slow))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0, 5, BLOCK_POSITIONS - 1],
+        [BLOCK_POSITIONS],
+        [3 * BLOCK_POSITIONS, 7],
+        [BLOCK_POSITIONS + 1, BLOCK_POSITIONS - 1, 2 * BLOCK_POSITIONS],
+        [],
+    ],
+)
+def test_kept_tables_are_those_of_the_positions(positions: list[int], beta: float) -> None:
+    """The first position of a block is the least that needs it; queries are scaled from position 64 on."""
+    args = _args(8, 1e4, 64)
+    assert args.rope_scaling is not None
+    args = replace(args, rope_scaling=replace(args.rope_scaling, llama4_beta=beta))
+    cache, positions_T = RotaryCache(args, torch.float32), torch.tensor(positions, dtype=torch.int64)
+    expected, first, again = rotary_tables(positions_T, args, torch.float32), cache.tables(positions_T), cache.tables(positions_T)
+    for name in ("cos_Td", "sin_Td", "query_scale_T"):
+        theirs, ours = getattr(expected, name), getattr(first, name)
+        assert (theirs is None) == (ours is None) == (name == "query_scale_T" and not beta)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            assert torch.equal(ours, getattr(again, name))
+
+
+def test_a_position_has_the_same_bits_in_any_company() -> None:
+    cache, args = RotaryCache(_args(6, 1e4, 64), torch.float32), _args(6, 1e4, 64)
+    many = cache.tables(torch.arange(3000))
+    alone = RotaryCache(args, torch.float32).tables(torch.tensor([2999]))
+    assert torch.equal(alone.cos_Td[0], many.cos_Td[2999])
+    assert torch.equal(alone.sin_Td[0], many.sin_Td[2999])
