@@ -6,15 +6,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
 
 MIXTRAL = "MixtralForCausalLM"
-SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM")
+WRAPPER = "Mistral3ForConditionalGeneration"  # a text model with an encoder of images, which is not used
+SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", WRAPPER)
+WRAPPED_MODELS = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}  # by the text model's type
+# Of the wrapper, besides the text model's own.
+WRAPPER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported."""
+    """Translate into ``ModelArgs``. Raises CheckpointError, naming ``source``, for what is missing, malformed or unsupported.
+
+    Of a model with an encoder of images it is the text model's.
+    """
     with checkpoint_errors(source):
+        if _architecture_of(config) == WRAPPER:
+            return _translate(_unwrap(config, source), f"{source}, text_config")
         return _translate(config, source)
 
 
@@ -66,6 +75,13 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
     }
     if args.moe:
         config |= {"num_local_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+    if args.quantization:
+        config["quantization_config"] = {
+            "quant_method": args.quantization.value,
+            "activation_scheme": "dynamic",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["lm_head"],
+        }
     if len(args.window_classes) > 1:
         config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in args.windows]
     return config
@@ -82,8 +98,7 @@ def _architecture(args: ModelArgs) -> str:
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
-    architectures = config.get("architectures") or ["nothing"]
-    architecture = architectures if isinstance(architectures, str) else architectures[0]
+    architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
     heads, scaling = config["num_attention_heads"], _rope_scaling(config, source)
     return ModelArgs(
@@ -103,6 +118,44 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         dtype=parse_dtype(config, source),
         eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
+        quantization=_quantization(config.get("quantization_config"), source),
+    )
+
+
+def _architecture_of(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures") or ["nothing"]
+    return str(architectures if isinstance(architectures, str) else architectures[0])
+
+
+def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the configuration of the text model, with what the wrapper says of it. The text model's own values come first."""
+    text = {key: value for key, value in config["text_config"].items() if value is not None}
+    if (kind := text.get("model_type")) not in WRAPPED_MODELS:
+        raise CheckpointError(
+            f"{source} describes a {WRAPPER} with a text model of type {kind!r}; supported: {', '.join(WRAPPED_MODELS)}"
+        )
+    outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
+    return {"sliding_window": None} | outer | text | {"architectures": [WRAPPED_MODELS[kind]]}
+
+
+def _quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported."""
+    if not given:
+        return None
+    method, block = given.get("quant_method"), given.get("weight_block_size") or ()
+    if method == "fp8" and not block:
+        return Quantization.FP8
+    name = f"FP8 with a scale for each block of {' x '.join(map(str, block))} numbers" if method == "fp8" else repr(method)
+    if formats := {group.get("format") for group in (given.get("config_groups") or {}).values()} | {given.get("format")}:
+        name += "".join(f" ({each})" for each in sorted(filter(None, formats)))
+    raise unsupported_quantization(name, source)
+
+
+def unsupported_quantization(name: str, source: str) -> CheckpointError:
+    """Return the error for a checkpoint that is quantized in an unknown format."""
+    return CheckpointError(
+        f"{source}: weights quantized as {name} are not supported, which need kernels of their own; supported are "
+        "FP8 with one scale for each matrix, as Mistral publishes it, and weights in bfloat16, float16 or float32"
     )
 
 
@@ -114,8 +167,6 @@ def _check_supported(config: Mapping[str, Any], architecture: str, source: str) 
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{source}: quantized checkpoints are not supported; use the original weights")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.hf_config import checkpoint_errors, parse_bool, parse_dtype, yarn_attention_factor
-from tramontane.proto.model_args import ModelArgs, MoeArgs, YarnScaling, check_num_layers
+from tramontane.proto.hf_config import (
+    checkpoint_errors,
+    parse_bool,
+    parse_dtype,
+    unsupported_quantization,
+    yarn_attention_factor,
+)
+from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
 from tramontane.proto.presets import PRESETS
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
@@ -14,7 +20,7 @@ THETA_WITH_WINDOW, THETA_WITHOUT_WINDOW = 10_000.0, 1_000_000.0
 DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in this layout
 # Keys that change the arithmetic in a way that is not implemented. An empty value changes nothing.
 UNSUPPORTED_KEYS = (
-    *("quantization", "lora", "vision_encoder", "multimodal", "q_lora_rank", "qk_nope_head_dim", "use_biases"),
+    *("lora", "q_lora_rank", "qk_nope_head_dim", "use_biases"),
     *("rope_scaling", "use_scaled_rope", "attention_sinks", "causal_conv", "mamba"),
 )
 UNSUPPORTED_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
@@ -47,6 +53,8 @@ def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
         params["sliding_window"] = args.windows[0] if len(args.window_classes) == 1 else list(args.windows)
     if args.moe:
         params["moe"] = {"num_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+    if args.quantization:
+        params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "NO_SCALES"}
     if (scaling := args.rope_scaling) is not None:
         params["yarn"] = {
             "factor": scaling.factor,
@@ -97,7 +105,20 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
         dtype=parse_dtype(params, source),
         eos_token_ids=(EOS_TOKEN_ID,),
         rope_scaling=_rope_scaling(params),
+        quantization=_quantization(params.get("quantization"), source),
     )
+
+
+def _quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
+    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported.
+
+    ``qscheme_act``, the scales of activations, has no effect: each token gets its own.
+    """
+    if not given:
+        return None
+    if given.get("qformat_weight") == "fp8_e4m3" and given.get("qscheme_act") in (None, "TENSOR", "NO_SCALES"):
+        return Quantization.FP8
+    raise unsupported_quantization(", ".join(f"{key} {value}" for key, value in given.items())[:200], source)
 
 
 def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:

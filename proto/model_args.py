@@ -25,13 +25,14 @@ class WeightFormat:
 
     dtype: str
     _: KW_ONLY
-    stored: str  # dtype of the checkpoint's matrices
+    stored: str  # dtype of the checkpoint's matrices that are not quantized there
     quantize: Quantization | None = None
+    quantize_head: bool = True  # a quantized checkpoint's own head is not
 
     @classmethod
-    def as_stored(cls, dtype: str) -> "WeightFormat":
-        """Return the format in which a checkpoint of this dtype has its weights."""
-        return cls(dtype, stored=dtype)
+    def of(cls, args: "ModelArgs", dtype: str, quantize: Quantization | None) -> "WeightFormat":
+        """Return the format for activations in ``dtype``; without ``quantize`` a quantized checkpoint stays as it is."""
+        return cls(dtype, stored=args.dtype, quantize=quantize or args.quantization, quantize_head=quantize is not None)
 
     @property
     def matrix_dtype(self) -> str:
@@ -98,6 +99,8 @@ class ModelArgs:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     rope_scaling: YarnScaling | None = None
+    # Of the checkpoint's matrices in layers, with one scale for each; the embeddings and the head have ``dtype``.
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         check_num_layers(self.n_layers)

@@ -91,7 +91,7 @@ class ExpertPlan:
 
     args: ModelArgs
     dtype: str
-    quantize: Quantization | None
+    quantize: Quantization | None  # as the user asked; see weight_format
     replicas: int | None  # of every expert, as the user asked; None: only the busiest experts are replicated
     expert_bytes: int  # of one expert
     actors: tuple[ExpertActorPlan, ...]
@@ -100,7 +100,7 @@ class ExpertPlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, stored=self.args.dtype, quantize=self.quantize)
+        return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """Return a plan with the same actors and these experts on them."""
@@ -136,7 +136,7 @@ class StagePlan:
     first_layer: int  # global number
     last_layer: int  # global number after its last layer
     dtype: str  # of activations, cache and norms; of matrices see weight_format
-    quantize: Quantization | None
+    quantize: Quantization | None  # as the user asked
     cache: CachePlan
     max_num_seqs: int
     weight_bytes: int
@@ -148,7 +148,7 @@ class StagePlan:
     @property
     def weight_format(self) -> WeightFormat:
         """Format in which the weights are in memory."""
-        return WeightFormat(self.dtype, stored=self.args.dtype, quantize=self.quantize)
+        return WeightFormat.of(self.args, self.dtype, self.quantize)
 
     @property
     def layers(self) -> range:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.latent_geometry import LATENT_MODELS, describe_missing
-from tramontane.proto.model_args import ModelArgs, MoeArgs, YarnScaling
+from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, YarnScaling
 
 _7B_V1 = ModelArgs(
     dim=4096,
@@ -53,9 +53,10 @@ _MINISTRAL_3 = replace(
     max_seq_len=262_144,
     windows=_FULL * 34,
     rope_scaling=YarnScaling(factor=16.0, original_max_seq_len=16_384, llama4_beta=0.1),
+    quantization=Quantization.FP8,
 )
 _YARN_64 = YarnScaling(factor=64.0, original_max_seq_len=4096, beta_fast=4.0)
-_123B_YARN = replace(_123B, vocab_size=131_072, max_seq_len=262_144, rope_scaling=_YARN_64)
+_123B_YARN = replace(_123B, vocab_size=131_072, max_seq_len=262_144, rope_scaling=_YARN_64, quantization=Quantization.FP8)
 
 # Language models. Those since Mistral Small 3.1 are published with an encoder of images, which is not counted here.
 PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
@@ -99,6 +100,7 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
             _24B,
             max_seq_len=393_216,
             rope_scaling=YarnScaling(factor=48.0, original_max_seq_len=8192, llama4_beta=0.1),
+            quantization=Quantization.FP8,
         ),
         "devstral-2-123b": _123B_YARN,
         "mistral-medium-3.5-128b": replace(

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from tramontane.proto.byte_size import format_bytes
-from tramontane.proto.model_args import WeightFormat
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, preset, tiny_variant
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -45,7 +44,7 @@ def make_random(
     if scale is Scale.SMALL:
         args = tiny_variant(args)
     names = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), LAYOUTS[layout])}
-    num_bytes = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for spec in names.values())
+    num_bytes = sum(spec.stored_bytes(args.dtype) for spec in names.values())
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -112,7 +112,7 @@ def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
     pages = _smallest_satisfying(is_too_long, request.max_model_len // request.page_size)
     if pages is not None and pages > 1:
         fixes.append(f"--max-model-len {(pages - 1) * request.page_size}")
-    if request.quantize is None and is_feasible(args, replace(request, quantize=Quantization.INT8)):
+    if request.quantize is None and not args.quantization and is_feasible(args, replace(request, quantize=Quantization.INT8)):
         fixes.append("--quantize int8")
     return fixes
 
@@ -145,7 +145,7 @@ def plan_as_data(
     return {
         "dtype": plan.stages[0].dtype,
         "matrix_dtype": plan.stages[0].weight_format.matrix_dtype,
-        "quantize": plan.stages[0].quantize,
+        "quantize": plan.stages[0].weight_format.quantize,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,

@@ -91,7 +91,7 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     """
     experts = _experts(args, request)
     loads = request.loads or dict.fromkeys(experts, 1.0)
-    weights = WeightFormat(request.dtype, stored=args.dtype, quantize=request.quantize)
+    weights = WeightFormat.of(args, request.dtype, request.quantize)
     size = sum(spec.num_bytes(weights) for spec in expert_tensors(args, *experts[0]))
     capacities = [budget.usable // size for budget in request.budgets]
     num_actors, min_copies = len(capacities), request.replicas or 1

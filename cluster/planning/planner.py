@@ -177,7 +177,7 @@ class _StageFootprint:
 
     @property
     def _format(self) -> WeightFormat:
-        return WeightFormat(self._request.dtype, stored=self._args.dtype, quantize=self._request.quantize)
+        return WeightFormat.of(self._args, self._request.dtype, self._request.quantize)
 
     def _num_bytes(self, *specs: TensorSpec) -> int:
         return sum(spec.num_bytes(self._format) for spec in specs)

@@ -26,7 +26,7 @@ from tramontane.cluster.actors.supervisor import wait_until_ready
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, read_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -77,8 +77,7 @@ class MeasuredStage(StageActor):
         read = read_from_disk() - read_before
         own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
         size = self._plan.weight_bytes
-        as_stored = WeightFormat.as_stored(self._plan.args.dtype)
-        stored = sum(spec.num_bytes(as_stored) for spec in stage_tensors(self._plan.args, self._plan.layers))
+        stored = sum(spec.stored_bytes(self._plan.args.dtype) for spec in stage_tensors(self._plan.args, self._plan.layers))
         self._figures = Figures(seconds, size, stored, self._bytes_read, read, own, with_files)
         return worker
 

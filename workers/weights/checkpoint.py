@@ -5,16 +5,18 @@ Only safetensors files are opened. ``Checkpoint.check`` reads headers only and d
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
-from tramontane.workers.weights.safetensors_file import STORED_TYPES, open_safetensors
-from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, open_safetensors, read_scales
+from tramontane.workers.weights.tensor_names import NAMES, is_unused, is_vision, unwrapped_name
+from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,17 +38,16 @@ METADATA_GLOBS = (
     "generation_config.json",
 )
 PICKLE_GLOBS = ("*.bin", "*.pth", "*.pt")
-# Old versions of transformers stored it, although it is computed.
-ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 class Checkpoint:
-    """The files of a folder, by the tensors that they hold."""
+    """The files of a folder, by the tensors of the text model that they hold."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.layout = detect_layout(folder)
         self.files = _tensor_files(folder, self.layout)
+        self._stored_names = {unwrapped_name(name): name for name in self.files}
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
@@ -61,17 +62,22 @@ class Checkpoint:
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
         by_file: dict[Path, list[TensorSpec]] = {}
         for spec in specs:
-            by_file.setdefault(self._file_of(spec), []).append(spec)
+            stored, path = self._locate(spec)
+            by_file.setdefault(path, []).append(stored)
         for path, specs_of_file in by_file.items():
             with open_safetensors(path, framework="numpy") as file:
                 for spec in specs_of_file:
                     dtype = _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
-                    if len(spec.shape) > 1:
+                    if len(spec.shape) > 1 and not spec.scale:
                         dtypes.add(dtype)
-        for name in sorted(self.files.keys() - {spec.name for spec in specs}):
-            if not ROTARY_BUFFER.fullmatch(name) and not (args.tied_embeddings and name == NAMES[self.layout].head):
+        self._read_scales(specs)
+        unknown = self._stored_names.keys() - {spec.name for spec in specs} - {spec.scale for spec in specs}
+        for name in sorted(unknown):
+            if not is_unused(name, self.layout) and not (args.tied_embeddings and name == NAMES[self.layout].head):
+                stored_name = self._stored_names[name]
                 raise CheckpointError(
-                    f"{self.files[name]} holds the tensor {name}, which the model of {self.layout.value} does not have"
+                    f"{self.files[stored_name]} holds the tensor {stored_name}, "
+                    f"which the model of {self.layout.value} does not have"
                 )
         return dtypes.pop() if len(dtypes) == 1 else "float32"
 
@@ -94,40 +100,61 @@ class Checkpoint:
         from tramontane.workers.weights.tensor_reader import open_reader
 
         state = dict(allocated or {})
-        specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
+        specs = [self._locate(spec) for spec in largest_first(tensors_of(self.layout))]
+        scales = self._read_scales(spec for spec, _ in specs)
         with open_reader(device) as read_rows:
             for spec, path in specs:
-                num_read = load_tensor(state, spec, read_rows(path, spec), weights, device, packed or {})
+                scale = scales.get(spec.scale, 1.0)
+                num_read = load_tensor(state, spec, read_rows(path, spec), weights, device, packed or {}, scale)
                 on_tensor(num_read, spec.num_bytes(weights))
         return state
 
-    def _file_of(self, spec: TensorSpec) -> Path:
-        if spec.name not in self.files:
-            raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which {self.layout.value} calls for")
-        return self.files[spec.name]
+    def _locate(self, spec: TensorSpec) -> tuple[TensorSpec, Path]:
+        """Return the tensor with its name in the files, and its file."""
+        name = self._stored_name(spec.name)
+        return replace(spec, name=name), self.files[name]
+
+    def _stored_name(self, name: str) -> str:
+        if name not in self._stored_names:
+            raise CheckpointError(f"{self.folder} lacks the tensor {name}, which {self.layout.value} calls for")
+        return self._stored_names[name]
+
+    def _read_scales(self, specs: Iterable[TensorSpec]) -> dict[str, float]:
+        """Return the numbers by which quantized tensors are multiplied, by ``scale``. Raises CheckpointError."""
+        names = {spec.scale: self._stored_name(spec.scale) for spec in specs if spec.scale}
+        by_file: dict[Path, list[str]] = {}
+        for name in names.values():
+            by_file.setdefault(self.files[name], []).append(name)
+        numbers = {name: number for path, own in by_file.items() for name, number in read_scales(path, own).items()}
+        return {scale: numbers[name] for scale, name in names.items()}
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> str:  # noqa: ANN401 - safetensors' slice has no type
     """Return the tensor's dtype."""
-    shape = tuple(stored.get_shape())
-    if stored.get_dtype() not in STORED_TYPES:
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if spec.scale and dtype != FP8:
         raise CheckpointError(
-            f"tensor {spec.name} in {path} is of type {stored.get_dtype()}; only {', '.join(STORED_TYPES)} "
-            "weights are supported, not quantized ones"
+            f"tensor {spec.name} in {path} is of type {dtype}; {layout.value} says that matrices are FP8 ({FP8}), "
+            "and layers of which only some are quantized are not supported"
+        )
+    if not spec.scale and dtype not in STORED_TYPES:
+        raise CheckpointError(
+            f"tensor {spec.name} in {path} is of type {dtype}, and {layout.value} does not say how it is quantized; "
+            f"supported are {', '.join(STORED_TYPES)}, and FP8 with one scale for each matrix, as Mistral publishes it"
         )
     if shape != spec.shape:
         raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.shape}")
-    return STORED_TYPES[stored.get_dtype()]
+    return STORED_TYPES.get(dtype, "fp8")
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
-    """Return the file of each tensor. An index is compared with the files that it names."""
+    """Return the file of each tensor that is not of an encoder of images. An index is compared with the files that it names."""
     single = folder / SINGLE_NAMES[layout]
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
         return _indexed_files(folder, index, _index(index), SHARD_GLOBS[layout])
     if single.is_file():
-        return dict.fromkeys(_tensor_names(single), single)
+        return dict.fromkeys(filterfalse(is_vision, _tensor_names(single)), single)
     parts = sorted(folder.glob(SHARD_GLOBS[layout]))
     if not parts:
         if pickles := sorted(path.name for pattern in PICKLE_GLOBS for path in folder.glob(pattern)):
@@ -137,7 +164,7 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
         raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
     files: dict[str, Path] = {}
     for path in parts:
-        for name in _tensor_names(path):
+        for name in filterfalse(is_vision, _tensor_names(path)):
             if name in files:
                 raise CheckpointError(
                     f"tensor {name} is both in {files[name]} and in {path.name}; one of the files does not belong here"
@@ -147,9 +174,13 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
 
 
 def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str) -> dict[str, Path]:
-    """Return the tensors that both index and files have. Anything else in the folder may belong to another checkpoint."""
-    paths = sorted({folder / file for file in names.values()})
-    if strays := sorted(path.name for path in folder.glob(parts) if path not in paths):
+    """Return the tensors that both index and files have. Anything else in the folder may belong to another checkpoint.
+
+    Files with nothing but an encoder of images are not opened.
+    """
+    named = {folder / file for file in names.values()}
+    paths = sorted({folder / file for name, file in names.items() if not is_vision(name)})
+    if strays := sorted(path.name for path in folder.glob(parts) if path not in named):
         raise CheckpointError(f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong here")
     names_by_path = {path: _tensor_names(path) for path in paths}
     for path in paths:
@@ -159,7 +190,8 @@ def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str)
                 raise CheckpointError(
                     f"{path} holds the tensor {name}, but {index.name} {where}; one of them does not belong here"
                 )
-    return {name: folder / file for name, file in names.items() if name in names_by_path[folder / file]}
+    needed = {name: folder / file for name, file in names.items() if not is_vision(name)}
+    return {name: path for name, path in needed.items() if name in names_by_path[path]}
 
 
 def _index(path: Path) -> dict[str, str]:

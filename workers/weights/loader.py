@@ -43,8 +43,7 @@ def load_module(
     dtype: torch.dtype = getattr(torch, plan.dtype)
     with torch.device("meta"):
         module = make()
-        if plan.quantize:
-            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), plan.quantize)
+        quantize_linears(module, tensors_of(Layout.HUGGING_FACE), plan.weight_format)
     matrix_dtype = getattr(torch, plan.weight_format.matrix_dtype)
     packed = pack_linears(module, dtype, matrix_dtype) if torch.device(device).type == "cpu" else {}
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
@@ -55,7 +54,7 @@ def load_module(
         state = Checkpoint(weights).load(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     module.load_state_dict(state, assign=True)
     if not (plan.batch_invariant and torch.device(device).type == "cuda"):  # there none of these kernels is used
-        if plan.quantize and torch.device(device).type != "cpu":
+        if plan.weight_format.quantize and torch.device(device).type != "cpu":
             on_activity("trying products with quantized weights")
         warm_up_kernels(module, dtype)
     return module.eval()
@@ -92,8 +91,8 @@ def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
 
 def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if plan.quantize:
-        return f"weights are {plan.quantize}"
+    if quantize := plan.weight_format.quantize:
+        return f"weights are {quantize}"
     if plan.batch_invariant:  # with a grouped product for all GPUs and dtypes
         return ""
     if plan.dtype != "bfloat16":

@@ -26,17 +26,19 @@ def load_tensor(
     weights: WeightFormat,
     device: str | torch.device,
     packed: Mapping[str, PackedMatmul],
+    stored_scale: float = 1.0,
 ) -> int:
     """Write one tensor to its rows of its parameter in ``state``, on the device, in its dtype or as numbers and scales.
 
     ``pieces`` are its rows in order; they need not be in memory together. Returns their bytes. Parameters in ``packed`` are
-    packed for these products.
+    packed for these products. A tensor that is quantized in the checkpoint has fp8 pieces, to be multiplied by
+    ``stored_scale``; as fp8 they stay what they are.
 
     Raises:
         CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale, or is not of the dtype that
             matrices of the checkpoint have.
     """
-    quantize, dtype = weights.quantize if spec.quantizable else None, getattr(torch, spec.dtype(weights))
+    quantize, dtype = spec.quantized_as(weights), getattr(torch, spec.dtype(weights))
     matmul, shape = packed.get(spec.parameter), spec.parameter_shape
     if spec.parameter not in state:  # this is the first of its tensors
         number_dtype = NUMBER_DTYPES[quantize] if quantize else dtype
@@ -49,7 +51,11 @@ def load_tensor(
         if may_not_change and piece.dtype != dtype:
             raise CheckpointError(f"tensor {spec.name} is {piece.dtype}, and the plan is for {dtype}, as of another checkpoint")
         if quantize and scale_N is not None:
-            numbers, scale_N[rows] = quantize_weight(piece, quantize, torch.device(device))
+            if spec.scale and quantize is Quantization.FP8:
+                scale_N[rows] = stored_scale
+            else:
+                weight = piece.float() * stored_scale if spec.scale else piece
+                numbers, scale_N[rows] = quantize_weight(weight, quantize, torch.device(device))
         if matmul:
             matmul.pack_rows(numbers, rows.start, shape[0], state[spec.parameter])
         else:
@@ -93,10 +99,10 @@ def quantize_weight(weight_NK: Tensor, quantize: Quantization, device: torch.dev
     return numbers_NK, scale_N
 
 
-def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], quantize: Quantization) -> None:
-    """Replace the layer of every quantizable matrix by a ``QuantizedLinear``, whose numbers are loaded later."""
+def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], weights: WeightFormat) -> None:
+    """Replace the layer of every quantized matrix by a ``QuantizedLinear``, whose numbers are loaded later."""
     for spec in specs:
-        if spec.quantizable:
+        if quantize := spec.quantized_as(weights):
             out_features, in_features = spec.parameter_shape
             is_w8a8 = quantize is Quantization.W8A8
             linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], int8_activations=is_w8a8)

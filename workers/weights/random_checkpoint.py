@@ -1,6 +1,7 @@
 """Random weights of full size, for benchmarks, plans and tests: in memory, or as a complete checkpoint in either layout."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +20,12 @@ from tramontane.proto.mistral_params import to_mistral_params
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.kernels.packed_linear import PackedMatmul
+from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.quantize import load_tensor
-from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.tensor_names import NAMES
+from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 PART_BYTES = 2**28  # of one file, which is in memory at a time
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
@@ -31,6 +34,11 @@ EMBEDDINGS = {names.embedding for names in NAMES.values()}
 def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
     """Return the pieces of ``random_pieces`` in one tensor."""
     return torch.cat(list(random_pieces(spec, dtype, device)))
+
+
+def random_scale(spec: TensorSpec) -> float:
+    """Return the scale of a matrix that is quantized in the checkpoint; the largest number is eight standard deviations."""
+    return 8 / math.sqrt(spec.shape[1]) / MAX_FP8
 
 
 def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
@@ -47,8 +55,13 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
         numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
         if len(shape) == 1:
             yield numbers.mul_(0.1).add_(1)
+        elif is_embedding:
+            yield numbers
+        elif not spec.scale:
+            yield numbers.mul_(spec.shape[1] ** -0.5)
         else:
-            yield numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
+            scaled = numbers.float().mul_(spec.shape[1] ** -0.5 / random_scale(spec))
+            yield scaled.clamp_(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
 
 
 def random_state(
@@ -66,7 +79,8 @@ def random_state(
     """
     state = dict(allocated or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
-        load_tensor(state, spec, random_pieces(spec, weights.stored, device), weights, device, packed or {})
+        pieces, scale = random_pieces(spec, weights.stored, device), random_scale(spec) if spec.scale else 1.0
+        load_tensor(state, spec, pieces, weights, device, packed or {}, scale)
         on_tensor(0, spec.num_bytes(weights))
     return state
 
@@ -93,7 +107,7 @@ def write_random_checkpoint(
     except OSError as error:
         raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
     parts = list(_parts(args, layout, part_bytes))
-    needed = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for part in parts for spec in part)
+    needed = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
     try:
         if needed > free:
             raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
@@ -113,11 +127,12 @@ def _write(
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):
         name = _file_name(layout, number, len(parts))
-        _save({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name)
-        weight_map |= {spec.name: name for spec in specs}
-        on_written(sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for spec in specs))
+        tensors = {key: tensor for spec in specs for key, tensor in _as_stored(spec, args.dtype)}
+        _save(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        on_written(sum(spec.stored_bytes(args.dtype) for spec in specs))
     if len(parts) > 1:
-        total_size = sum(spec.num_bytes(WeightFormat.as_stored(args.dtype)) for part in parts for spec in part)
+        total_size = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
@@ -137,7 +152,7 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
     part: list[TensorSpec] = []
     specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
     for spec in specs.values():
-        if part and sum(s.num_bytes(WeightFormat.as_stored(args.dtype)) for s in (*part, spec)) > part_bytes:
+        if part and sum(s.stored_bytes(args.dtype) for s in (*part, spec)) > part_bytes:
             yield part
             part = []
         part.append(spec)
@@ -150,6 +165,9 @@ def _file_name(layout: Layout, number: int, num_parts: int) -> str:
     return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
 
 
-def _as_stored(spec: TensorSpec, dtype: str) -> Tensor:
+def _as_stored(spec: TensorSpec, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor by its name, and its scale."""
     tensor = random_parameter(spec, dtype)
-    return interleave_rows(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
+    yield spec.name, interleave_rows(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
+    if spec.scale:
+        yield spec.scale, torch.tensor(random_scale(spec))

@@ -1,7 +1,9 @@
 """One safetensors file: how it is opened, and where in it the bytes of each tensor are. Does not import torch."""
 
 import json
-from collections.abc import Iterator
+import math
+import struct
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from tramontane.proto.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"
 STORED_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FP8 = "F8_E4M3"  # of matrices that are quantized in the checkpoint
 LENGTH_BYTES = 8  # size of the length of the header, at the start of the file
 
 
@@ -59,3 +62,30 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         for name, found in header.items()
         if name != "__metadata__"
     }
+
+
+def read_scales(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """Read tensors of one positive number each. Raises CheckpointError for any other tensor."""
+    header = read_header(path)
+    scales = {}
+    with path.open("rb") as file:
+        for name in names:
+            stored = header[name]
+            if stored.dtype not in STORED_TYPES or math.prod(stored.shape) != 1:
+                raise CheckpointError(
+                    f"tensor {name} in {path} is of type {stored.dtype} and has shape {stored.shape}; only FP8 weights with one "
+                    f"scale for each matrix are supported, which is a single number in {', '.join(STORED_TYPES)}"
+                )
+            file.seek(stored.start)
+            scale = scales[name] = _decode(file.read(4), stored.dtype)
+            if not (math.isfinite(scale) and scale > 0):
+                raise CheckpointError(f"tensor {name} in {path} is {scale}; a scale must be a positive number")
+    return scales
+
+
+def _decode(data: bytes, dtype: str) -> float:
+    """Return the first number of ``data``. BF16 is the upper half of F32: 80 3f is 00 00 80 3f, which is 1."""
+    if dtype == "BF16":
+        data, dtype = b"\0\0" + data[:2], "F32"
+    (number,) = struct.unpack_from("<f" if dtype == "F32" else "<e", data)
+    return float(number)

@@ -3,61 +3,19 @@
 Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints load nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, WeightFormat
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout
+from tramontane.workers.weights.tensor_names import NAMES, scale_name
 
 # Called for every loaded tensor with its bytes in the checkpoint (0 for random weights) and in memory.
 ProgressCallback = Callable[[int, int], None]
 TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # the tensors to load, with the names of a layout
 
 MAX_CHUNK_ELEMENTS = 2**24  # that are read at a time, in addition to what a stage holds
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointNames:
-    """Names of tensors in one layout; ``{}`` stands for the layer, and in ``expert`` also for the expert."""
-
-    embedding: str
-    norm: str
-    head: str
-    attention_norm: str
-    ffn_norm: str
-    attention: Mapping[str, str]
-    feed_forward: Mapping[str, str]
-    gate: str
-    expert: str
-
-
-NAMES = {
-    Layout.HUGGING_FACE: CheckpointNames(
-        embedding="model.embed_tokens.weight",
-        norm="model.norm.weight",
-        head="lm_head.weight",
-        attention_norm="model.layers.{}.input_layernorm.weight",
-        ffn_norm="model.layers.{}.post_attention_layernorm.weight",
-        attention={w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")},
-        feed_forward={
-            w: f"model.layers.{{}}.mlp.{name}_proj.weight" for w, name in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-        },
-        gate="model.layers.{}.block_sparse_moe.gate.weight",
-        expert="model.layers.{}.block_sparse_moe.experts.{}",
-    ),
-    Layout.MISTRAL: CheckpointNames(
-        embedding="tok_embeddings.weight",
-        norm="norm.weight",
-        head="output.weight",
-        attention_norm="layers.{}.attention_norm.weight",
-        ffn_norm="layers.{}.ffn_norm.weight",
-        attention={w: f"layers.{{}}.attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")},
-        feed_forward={w: f"layers.{{}}.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")},
-        gate="layers.{}.feed_forward.gate.weight",
-        expert="layers.{}.feed_forward.experts.{}",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +35,8 @@ class TensorSpec:
             rounding would change which experts it chooses.
         first_row: row of the parameter at which the tensor begins.
         parameter_rows: rows of the parameter, 0 if the tensor is all of it.
+        scale: name of the number in the checkpoint by which all of the tensor's are multiplied, if it is quantized there.
+        is_head: whether it is the output head, which quantized checkpoints leave as it was.
     """
 
     name: str
@@ -86,6 +46,8 @@ class TensorSpec:
     quantizable: bool = False
     first_row: int = 0
     parameter_rows: int = 0
+    scale: str = ""
+    is_head: bool = False
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -117,13 +79,21 @@ class TensorSpec:
         """Name of the parameter with the scales of its rows, if it is quantized."""
         return self.parameter.removesuffix("weight") + "scale"
 
+    def quantized_as(self, weights: WeightFormat) -> Quantization | None:
+        """Return the format in a stage's memory, None if it has a dtype instead."""
+        return weights.quantize if self.quantizable and (weights.quantize_head or not self.is_head) else None
+
+    def stored_bytes(self, dtype: str) -> int:
+        """Return the bytes in a checkpoint whose tensors have ``dtype`` unless they are quantized, the scale included."""
+        return self.num_elements + DTYPE_BYTES["float32"] if self.scale else self.num_elements * DTYPE_BYTES[dtype]
+
     def dtype(self, weights: WeightFormat) -> str:
         """Return the dtype in a stage's memory, unless quantized."""
         return weights.matrix_dtype if len(self.shape) > 1 else weights.dtype
 
     def num_bytes(self, weights: WeightFormat) -> int:
         """Return the bytes in a stage's memory: one per element and 4 per row if quantized, else those of the dtype."""
-        if weights.quantize and self.quantizable:
+        if self.quantized_as(weights):
             return self.num_elements + self.shape[0] * DTYPE_BYTES["float32"]
         return self.num_elements * DTYPE_BYTES[self.dtype(weights)]
 
@@ -135,7 +105,7 @@ class TensorSpec:
         num_rows = self.parameter_shape[0]
         if len(self.shape) == 1 or self.rows.stop != num_rows:
             return 0
-        size = 1 if weights.quantize and self.quantizable else DTYPE_BYTES[self.dtype(weights)]
+        size = 1 if self.quantized_as(weights) else DTYPE_BYTES[self.dtype(weights)]
         return -num_rows % panel_rows * self.shape[1] * size
 
 
@@ -153,19 +123,20 @@ def layer_tensors(
         ("wk", kv_width, q_width, args.n_kv_heads),
         ("wv", kv_width, q_width + kv_width, 0),
     ):
-        yield TensorSpec(
+        yield _matrix(
+            args,
+            layout,
             names.attention[w].format(layer),
             f"{prefix}.attention.wqkv.weight",
             (num_rows, args.dim),
-            rotary_heads if interleaved else 0,
-            quantizable=True,
+            interleaved_heads=rotary_heads if interleaved else 0,
             first_row=first_row,
             parameter_rows=q_width + 2 * kv_width,
         )
-    yield TensorSpec(names.attention["wo"].format(layer), f"{prefix}.attention.wo.weight", (args.dim, q_width), quantizable=True)
+    yield _matrix(args, layout, names.attention["wo"].format(layer), f"{prefix}.attention.wo.weight", (args.dim, q_width))
     if args.moe is None:
         dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
-        yield from _swiglu(args, dense, f"{prefix}.feed_forward")
+        yield from _swiglu(args, layout, dense, f"{prefix}.feed_forward")
         return
     gate_shape = (args.moe.num_experts, args.dim)
     yield TensorSpec(names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape)
@@ -177,21 +148,31 @@ def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = La
     """Yield the matrices of one expert of one layer."""
     prefix = NAMES[layout].expert.format(layer, expert)
     names = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
-    yield from _swiglu(args, names, f"experts.layers.{layer}.{expert}")
+    yield from _swiglu(args, layout, names, f"experts.layers.{layer}.{expert}")
 
 
-def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
+def _swiglu(args: ModelArgs, layout: Layout, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
     """Yield the matrices of a feed-forward network: w1 and w3 are one parameter."""
+    shape, rows = (args.hidden_dim, args.dim), 2 * args.hidden_dim
     for w, first_row in (("w1", 0), ("w3", args.hidden_dim)):
-        yield TensorSpec(
-            names[w],
-            f"{parameter}.w13.weight",
-            (args.hidden_dim, args.dim),
-            quantizable=True,
-            first_row=first_row,
-            parameter_rows=2 * args.hidden_dim,
-        )
-    yield TensorSpec(names["w2"], f"{parameter}.w2.weight", (args.dim, args.hidden_dim), quantizable=True)
+        yield _matrix(args, layout, names[w], f"{parameter}.w13.weight", shape, first_row=first_row, parameter_rows=rows)
+    yield _matrix(args, layout, names["w2"], f"{parameter}.w2.weight", (args.dim, args.hidden_dim))
+
+
+def _matrix(
+    args: ModelArgs,
+    layout: Layout,
+    name: str,
+    parameter: str,
+    shape: tuple[int, int],
+    *,
+    interleaved_heads: int = 0,
+    first_row: int = 0,
+    parameter_rows: int = 0,
+) -> TensorSpec:
+    """Return a matrix of a layer, with the name of its scale if the checkpoint is quantized."""
+    scale = scale_name(name, layout) if args.quantization else ""
+    return TensorSpec(name, parameter, shape, interleaved_heads, True, first_row, parameter_rows, scale)
 
 
 def stage_tensors(
@@ -216,7 +197,7 @@ def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Itera
     names = NAMES[layout]
     yield TensorSpec(names.norm, "norm.weight", (args.dim,))
     head = names.embedding if args.tied_embeddings else names.head
-    yield TensorSpec(head, "output.weight", (args.vocab_size, args.dim), quantizable=True)
+    yield TensorSpec(head, "output.weight", (args.vocab_size, args.dim), quantizable=True, is_head=True)
 
 
 def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:

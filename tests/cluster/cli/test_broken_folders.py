@@ -217,7 +217,7 @@ HUGGING_FACE = {
     ),
     "weights of another type": Way(_hf(dtype="int8"), "config.json", "weights of type int8 are not supported"),
     "a quantized checkpoint": Way(
-        _hf(quantization_config={"quant_method": "awq"}), "config.json", "quantized checkpoints are not supported"
+        _hf(quantization_config={"quant_method": "awq"}), "config.json", "weights quantized as 'awq' are not supported"
     ),
     "a truth that is text": Way(_hf(tie_word_embeddings="false"), "config.json", "tie_word_embeddings is 'false'"),
     "biases": Way(_hf(attention_bias=True), "config.json", "attention_bias is set"),
@@ -329,7 +329,9 @@ MISTRALS_OWN = {
     "params that are text": Way(_written("params.json", '"text"'), "params.json", "holds no JSON object"),
     "a missing parameter": Way(_params(n_heads=...), "params.json", "lacks the key 'n_heads'"),
     "another kind of model": Way(_params(model_type="mamba"), "params.json", "describes a model of type 'mamba'"),
-    "an image encoder": Way(_params(vision_encoder={"hidden_size": 1024}), "params.json", "vision_encoder is set"),
+    "weights quantized in another way": Way(
+        _params(quantization={"qformat_weight": "nvfp4"}), "params.json", "quantized as qformat_weight nvfp4 are not supported"
+    ),
     "an adapter's rank": Way(_params(lora={"rank": 64}), "params.json", "lora is set"),
     "shared experts": Way(
         _params(moe={"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}),

@@ -32,7 +32,8 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 TOLERANCE = 1e-4
 # Devstral 2 and Ministral 3 are published with it; tied embeddings come with Ministral 3B.
 YARN = YarnScaling(factor=16.0, original_max_seq_len=32, llama4_beta=0.1)
-MODELS = {name: replace(tiny_variant(args), dtype="float32") for name, args in PRESETS.items()}
+# In FP8: test_wrapped_models.py.
+MODELS = {name: replace(tiny_variant(args), dtype="float32", quantization=None) for name, args in PRESETS.items()}
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
 MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, attention_factor=1.2772588722239782))

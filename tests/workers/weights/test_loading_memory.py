@@ -1,0 +1,70 @@
+"""Memory while an FP8 checkpoint is loaded, at its peak and afterwards, against the planned bytes; in a process of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import Layout
+from tramontane.proto.presets import PRESETS
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
+
+# 190 million parameters in layers and 21 million in 16 bits.
+ARGS = replace(
+    PRESETS["ministral-3-8b"],
+    dim=1280,
+    n_layers=10,
+    hidden_dim=4096,
+    n_heads=8,
+    n_kv_heads=2,
+    vocab_size=4096,
+    windows=(None,) * 10,
+)
+MAX_PEAK = 1.15  # of what a stage holds; a tensor is read in chunks of up to 16 MiB
+LOAD = """
+import json, re, sys
+from dataclasses import replace
+from pathlib import Path
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
+from tramontane.proto.model_folder import RandomWeights, read_model_args
+from tramontane.workers.device.probe import panel_rows
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.weights.loader import load_module
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+def status(name):
+    return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def load(args, weights, reads):
+    request = PlanRequest((StageBudget(2**31),), "bfloat16", 64, 1, 16, panel_rows=panel_rows())
+    plan = make_plan(args, request).stages[0]
+    specs = lambda layout: stage_tensors(args, plan.layers, layout)
+    on_tensor = lambda read, _: reads.append(read)
+    return plan, load_module(lambda: StageModel(args, plan.layers), specs, plan, weights, "cpu", on_tensor)
+
+folder, reads = Path(sys.argv[1]), []
+args = read_model_args(folder)
+load(replace(args, dim=64, n_layers=1, windows=(None,)), RandomWeights(), [])  # compiles kernels, imports what is imported late
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+plan, model = load(args, folder, reads)
+peak = status("VmHWM") - before
+held = sum(tensor.nbytes for tensor in model.state_dict().values())
+print(json.dumps({"planned": plan.weight_bytes + plan.padding_bytes, "held": held, "peak": peak, "read": sum(reads)}))
+"""
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_the_peak_of_loading_fp8_is_little_above_what_is_held(tmp_path: Path, layout: Layout) -> None:
+    write_random_checkpoint(tmp_path / "model", ARGS, layout)
+    assert ARGS.quantization is Quantization.FP8
+    run = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "model")], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["held"] == pytest.approx(found["planned"], rel=0.02)
+    assert 0.9 * found["held"] < found["peak"] <= MAX_PEAK * found["held"]
+    assert found["read"] <= sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))

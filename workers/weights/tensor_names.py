@@ -1,0 +1,89 @@
+"""Names of the tensors in a checkpoint, by its layout; what a wrapper with an encoder of images adds to them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tramontane.proto.model_folder import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """Names of tensors in one layout; ``{}`` stands for the layer, and in ``expert`` also for the expert."""
+
+    embedding: str
+    norm: str
+    head: str
+    attention_norm: str
+    ffn_norm: str
+    attention: Mapping[str, str]
+    feed_forward: Mapping[str, str]
+    gate: str
+    expert: str
+    scale: str  # of a quantized matrix, instead of "weight"
+    activation_scale: str
+
+
+NAMES = {
+    Layout.HUGGING_FACE: CheckpointNames(
+        embedding="model.embed_tokens.weight",
+        norm="model.norm.weight",
+        head="lm_head.weight",
+        attention_norm="model.layers.{}.input_layernorm.weight",
+        ffn_norm="model.layers.{}.post_attention_layernorm.weight",
+        attention={w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")},
+        feed_forward={
+            w: f"model.layers.{{}}.mlp.{name}_proj.weight" for w, name in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+        },
+        gate="model.layers.{}.block_sparse_moe.gate.weight",
+        expert="model.layers.{}.block_sparse_moe.experts.{}",
+        scale="weight_scale_inv",
+        activation_scale="activation_scale",
+    ),
+    Layout.MISTRAL: CheckpointNames(
+        embedding="tok_embeddings.weight",
+        norm="norm.weight",
+        head="output.weight",
+        attention_norm="layers.{}.attention_norm.weight",
+        ffn_norm="layers.{}.ffn_norm.weight",
+        attention={w: f"layers.{{}}.attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")},
+        feed_forward={w: f"layers.{{}}.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")},
+        gate="layers.{}.feed_forward.gate.weight",
+        expert="layers.{}.feed_forward.experts.{}",
+        scale="qscale_weight",
+        activation_scale="qscale_act",
+    ),
+}
+
+# Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in memory.
+WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
+# Encoder of images and its projector, in both layouts.
+VISION_PREFIXES = (
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    *("vision_encoder.", "vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
+)
+# Old versions of transformers stored it, although it is computed.
+ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def unwrapped_name(name: str) -> str:
+    """Return the name in a checkpoint without a wrapper: ``language_model.model.norm.weight`` is ``model.norm.weight``."""
+    for wrapped, plain in WRAPPED_NAMES:
+        if name.startswith(wrapped):
+            return plain + name.removeprefix(wrapped)
+    return name
+
+
+def scale_name(name: str, layout: Layout) -> str:
+    """Return the name of a quantized matrix's scale: ``layers.0.attention.wq.qscale_weight``."""
+    return name.removesuffix("weight") + NAMES[layout].scale
+
+
+def is_vision(name: str) -> bool:
+    """Return whether a tensor belongs to the encoder of images or its projector, which are never read."""
+    return name.startswith(VISION_PREFIXES)
+
+
+def is_unused(name: str, layout: Layout) -> bool:
+    """Return whether a text model's tensor has no effect here: scales of activations, for which each token gets its own."""
+    return name.endswith("." + NAMES[layout].activation_scale) or ROTARY_BUFFER.fullmatch(name) is not None
