@@ -167,7 +167,7 @@ def _round_model(model: nn.Module) -> None:
 
 
 def to_mistral_layout(folder: Path, target: Path) -> None:
-    """Write a folder's text model in Mistral's layout, with an encoder of images beside it in name only."""
+    """Write a folder's text model in Mistral's layout, with tensors that have the names of an encoder of images."""
     args = read_model_args(folder)
     tensors = {}
     for path in folder.glob("*.safetensors"):

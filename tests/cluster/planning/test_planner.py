@@ -118,18 +118,20 @@ def test_only_the_experts_that_a_token_uses_weigh() -> None:
     assert [m - d for m, d in zip(layer_costs(mixture), layer_costs(dense), strict=True)] == [gap] * 8
 
 
+@pytest.mark.parametrize("stored_as", [None, Quantization.FP8])
 @pytest.mark.parametrize("quantize", [None, *Quantization])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True), (True, True)])
-def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype: str, quantize: Quantization | None) -> None:
-    args = tiny_args(n_layers=5, moe=moe, tied=tied)
+def test_weight_bytes_are_those_of_the_real_stages(
+    moe: bool, tied: bool, dtype: str, quantize: Quantization | None, stored_as: Quantization | None
+) -> None:
+    args = replace(tiny_args(n_layers=5, moe=moe, tied=tied), quantization=stored_as)
     for num_stages in (1, 2, 3, 5):
         plan = make_plan(args, _request(args, num_stages, dtype=dtype, quantize=quantize))
         for stage in plan.stages:
             with torch.device("meta"):
                 model = StageModel(args, stage.layers).to(getattr(torch, dtype))
-                if quantize:
-                    quantize_linears(model, stage_tensors(args, stage.layers), quantize)
+                quantize_linears(model, stage_tensors(args, stage.layers), stage.weight_format)
             assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 

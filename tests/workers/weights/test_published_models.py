@@ -241,7 +241,7 @@ def test_presets_are_the_defaults_of_transformers() -> None:
     }.items():
         architecture = to_hf_config(PRESETS[name])["architectures"]
         described = config.to_dict() | {"architectures": architecture, "dtype": "bfloat16"}
-        assert from_hf_config(described) == PRESETS[name], name
+        assert from_hf_config(described) == replace(PRESETS[name], quantization=None), name  # which a file adds
 
 
 def test_models_that_cannot_be_served_yet_have_the_size_of_transformers() -> None:

@@ -40,12 +40,13 @@ def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path,
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantize", [None, *Quantization])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "ministral-3-8b"])  # the second is in FP8
 def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
-    tmp_path: Path, dtype: str, quantize: Quantization | None
+    tmp_path: Path, dtype: str, quantize: Quantization | None, name: str
 ) -> None:
-    args = tiny_variant(PRESETS["mixtral-8x7b"])
+    args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    weights = WeightFormat(dtype, stored=args.dtype, quantize=quantize)
+    weights = WeightFormat.of(args, dtype, quantize)
     read = Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), weights, "cpu")
     received: list[tuple[int, int]] = []
     made = random_state(partial(stage_tensors, args, range(2)), weights, "cpu", lambda *sizes: received.append(sizes))

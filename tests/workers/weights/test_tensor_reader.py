@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tramontane.workers.weights import tensor_specs as tensor_names
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
-from tramontane.workers.weights.safetensors_file import STORED_TYPES, read_header
+from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, read_header
 from tramontane.workers.weights.tensor_reader import (
     DTYPES,
     MIN_PART_BYTES,
@@ -178,7 +179,24 @@ def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quanti
 
 
 def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
-    assert set(DTYPES) == set(STORED_TYPES)
+    assert set(DTYPES) == {*STORED_TYPES, FP8}
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_fp8_numbers_are_the_same_however_they_are_read(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = replace(ARGS, dtype="bfloat16", quantization=Quantization.FP8)
+    write_random_checkpoint(tmp_path / "model", args, layout)
+    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 300)
+    found, staging_ = Checkpoint(tmp_path / "model"), _buffers(HostTransfer())
+    read_rows = PinnedReader(staging_).read_rows
+    matrices = [spec for spec in stage_tensors(args, range(args.n_layers), layout) if spec.scale]
+    assert matrices
+    for spec in matrices:
+        here = torch.cat(list(read_mapped_rows(found.files[spec.name], spec)))
+        there = torch.cat(list(read_rows(found.files[spec.name], spec)))
+        assert here.dtype == there.dtype == torch.float8_e4m3fn
+        assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
+    staging_.close()
 
 
 def test_only_a_gpu_is_reached_by_way_of_buffers() -> None:
