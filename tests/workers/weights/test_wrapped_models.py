@@ -307,6 +307,19 @@ def test_a_wrapper_around_another_model_is_refused(fp8_folder: Path) -> None:
         read_model_args(fp8_folder)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"),
+    [(True, False, False), (False, True, True), (True, None, True), (None, True, True), (None, None, False)],
+)
+def test_the_text_models_own_values_come_first(fp8_folder: Path, outer: bool | None, inner: bool | None, expected: bool) -> None:
+    """transformers writes ``tie_word_embeddings`` of the wrapper, whose default is true, and of the text model."""
+    path = fp8_folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = inner, outer
+    path.write_text(json.dumps(config))
+    assert read_model_args(fp8_folder).tied_embeddings is expected
+
+
 def test_names_as_they_are_in_memory_are_known_too(tmp_path: Path) -> None:
     """transformers calls the text model ``model.language_model`` in memory, and some tools write these names."""
     published = publish(tmp_path / "model", Shape(), fp8=False)
