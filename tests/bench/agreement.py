@@ -2,7 +2,7 @@
 
     python tests/bench/agreement.py [--rounds 3] [--cache .bench] [--json]
 
-The random Mistral of ``peers.py`` with the tokenizer of the demo model, on two stages of one core each. In each round every
+The random Mistral of ``peers.py`` with the vocabulary of the demo model, on two stages of one core each. In each round every
 program sends 16 prompts of 128 tokens at once, for streamed answers of 64 tokens. Compared are the medians over the requests of
 the time to the first token, and of the time per token after it: vLLM's TPOT and guidellm's inter-token latency, which is a mean
 over the tokens of a request. Figures are medians over the rounds. The other programs run in virtual environments of their own,
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -20,19 +21,22 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from peer_environments import environment
-from peers import MODELS, TRAMONTANE, Bench
+from peers import MODELS, TRAMONTANE
 from rich.console import Console
 from rich.table import Table
 from targets import Target, at_most, conclude
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.router.tokenization.loader import require_tokenizer
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 PORT = 8795
 URL = f"http://127.0.0.1:{PORT}"
@@ -72,12 +76,13 @@ Latencies = dict[str, float]  # "ttft_ms" and "per_token_ms"
 def prepare(cache: Path, console: Console) -> tuple[Path, Path]:
     """Return the model's folder, with a tokenizer, and a file of prompts as both programs read it."""
     folder = cache / f"{MODEL}-text"
-    folder.mkdir(exist_ok=True)
-    for path in (*Bench(cache, console).checkpoint(MODEL).iterdir(), DEMO_MODEL / "tokenizer.model"):
-        link = folder / path.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(path)
-    tokenizer = require_tokenizer(folder, MODELS[MODEL].vocab_size)
+    if not folder.exists():
+        console.print(f"writing {folder} ...", style="dim", soft_wrap=True)
+        # With the vocabulary of the tokenizer, so that every token is text: a token without text counts as none for guidellm.
+        args = replace(MODELS[MODEL], vocab_size=read_model_args(DEMO_MODEL).vocab_size)
+        write_random_checkpoint(folder, args, Layout.HUGGING_FACE)
+        shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
+    tokenizer = require_tokenizer(folder, read_model_args(folder).vocab_size)
     lines = []
     for number in range(NUM_PROMPTS):
         words = random.Random(number).choices(WORDS, k=INPUT_LEN)
