@@ -26,20 +26,46 @@ def token_logprobs(
 ) -> list[tuple[float, Top]]:
     """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs.
 
-    With ``has_exact_sums`` they do not depend on the other rows on GPUs, nor does the choice between equal logits.
+    They do not depend on the other rows, nor does the choice between equal logits: on GPUs with ``has_exact_sums`` only.
     """
-    totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else logits_RV.logsumexp(-1, keepdim=True)
+    totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else _logsumexp(logits_RV)
     chosen_R1 = logits_RV.gather(1, tensor_on(token_ids, torch.int64, logits_RV.device)[:, None])
     most = min(max(num_top), logits_RV.shape[1])
     if has_exact_sums:
         values_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
         best_Rn, best_ids_Rn = values_RV[:, :most], ids_RV[:, :most]
     else:
-        best_Rn, best_ids_Rn = logits_RV.topk(most, dim=-1)
+        best_Rn, best_ids_Rn = _likeliest(logits_RV, [min(count, most) for count in num_top])
     logprobs = torch.cat([chosen_R1, best_Rn], dim=1) - totals_R1
     logprobs = logprobs.nan_to_num(nan=MIN_LOGPROB).clamp(min=MIN_LOGPROB, max=0.0)
     rows = zip(logprobs.tolist(), best_ids_Rn.tolist(), num_top, strict=True)
     return [(chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows]
+
+
+def _logsumexp(logits_RV: Tensor) -> Tensor:
+    """Return the logarithm of the sum of each row's exponentials, [R, 1].
+
+    Of a single row PyTorch divides the sum between the threads of a CPU, of several it does not: two copies are summed alike.
+    """
+    is_single = len(logits_RV) == 1 and logits_RV.device.type == "cpu"
+    return (logits_RV.repeat(2, 1) if is_single else logits_RV).logsumexp(-1, keepdim=True)[: len(logits_RV)]
+
+
+def _likeliest(logits_RV: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of each row and their tokens, [R, n], of which a row's first ``counts`` are defined.
+
+    Which of equal logits PyTorch chooses, and in which order, depends on how many it has to find. In bfloat16 many are equal.
+    So rows that want as many as each other are chosen together, apart from the rest.
+    """
+    if len(set(counts)) == 1:
+        best = logits_RV.topk(counts[0], dim=-1)
+        return best.values, best.indices
+    best_Rn = logits_RV.new_zeros(len(counts), max(counts))
+    ids_Rn = torch.zeros_like(best_Rn, dtype=torch.int64)
+    for count in set(counts):
+        rows = tensor_on([row for row, own in enumerate(counts) if own == count], torch.int64, logits_RV.device)
+        best_Rn[rows, :count], ids_Rn[rows, :count] = logits_RV[rows].topk(count, dim=-1)
+    return best_Rn, ids_Rn
 
 
 @dataclass(slots=True)
