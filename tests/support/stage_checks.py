@@ -13,7 +13,7 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import triton_attention
-from tramontane.workers.kernels import row_products
+from tramontane.workers.kernels import row_products, triton_linear
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.device_backend import row_wise_backend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -49,6 +49,10 @@ def check_refusal(device: str) -> None:
         _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.1)")
     with patch.object(triton_attention.TritonDecode, "attend", lambda *given: right(*given) + 1e-5):
         _assert_refused(plan, device, "layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks")
+    multiply = triton_linear.tiled_linear
+    with patch.object(triton_linear, "tiled_linear", lambda x_CK, *given: multiply(x_CK, *given) + 1e-5 * (len(x_CK) == 1)):
+        matrix = "a matrix of 64 x 32"
+        _assert_refused(plan, device, f"the product of 1 of 67 tokens and {matrix} has other bits than among all of them")
     with patch.object(row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")):
         _assert_refused(plan, device, "Triton's kernels cannot be used (differs by 0.2)")
 

@@ -28,15 +28,17 @@ class Numerics:
 
 
 def device_numerics(device: str) -> str:
-    """Name a device and the libraries that compute on it: what PyTorch computes depends on these alone."""
+    """Name a device and the libraries that compute on it, besides kernels in C. NumPy computes rotary tables on CPUs."""
+    import numpy as np
     import torch
 
     from tramontane.workers.device.native_library import processor
 
     if torch.device(device).type == "cpu":
         instructions = hashlib.sha256(processor().encode()).hexdigest()[:8]
-        return f"torch {torch.__version__}, {device_name('cpu')}, {instructions}"
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, xformers {_version('xformers')}, {device_name(device)}"
+        return f"torch {torch.__version__}, NumPy {np.__version__}, {device_name('cpu')}, {instructions}"
+    others = f"xformers {_version('xformers')}, Triton {_version('triton')}"
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {others}, {device_name(device)}"
 
 
 def _version(package: str) -> str:

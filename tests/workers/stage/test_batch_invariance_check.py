@@ -21,6 +21,7 @@ from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels import row_invariance
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops
 from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import device_backend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -70,11 +71,39 @@ def test_a_product_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         _load(True)
 
 
-def test_the_last_tokens_of_a_product_are_tried_too() -> None:
-    def of_whole(x_TK: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x_TK[:-1], x_TK[-1:] + NUDGE)) if len(x_TK) == row_invariance.NUM_TOKENS else x_TK
+def test_every_shape_of_matrix_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _load(None).model
+    layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
+    shapes = {(layer.out_features, layer.in_features) for layer in layers}
+    assert len(shapes) == 5, "two of attention, the gate's, two of experts, of which the head has one"
+    multiply = PackedLinear.forward
+    for shape in shapes:
 
-    assert row_invariance.differing_row_count(of_whole, torch.zeros(row_invariance.NUM_TOKENS, 3))
+        def nudged(layer: PackedLinear, x_TK: torch.Tensor, shape: tuple[int, int] = shape) -> torch.Tensor:
+            is_other = len(x_TK) == 1 and (layer.out_features, layer.in_features) == shape
+            return multiply(layer, x_TK) + (NUDGE if is_other else 0)
+
+        monkeypatch.setattr(PackedLinear, "forward", nudged)
+        with torch.inference_mode():
+            problem = row_invariance.find_row_dependence(model, torch.float32, torch.device("cpu"))
+        assert f"a matrix of {shape[0]} x {shape[1]} has" in problem
+
+
+@pytest.mark.parametrize("row", [0, row_invariance.NUM_TOKENS - 1])
+def test_the_first_and_the_last_tokens_of_a_product_are_tried(row: int) -> None:
+    def of_whole(x_TK: torch.Tensor) -> torch.Tensor:
+        is_other_T1 = torch.arange(len(x_TK))[:, None] == row
+        return x_TK + NUDGE * is_other_T1 if len(x_TK) == row_invariance.NUM_TOKENS else x_TK
+
+    assert row_invariance.differing_row_count(of_whole, torch.zeros(row_invariance.NUM_TOKENS, 3)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 20])
+def test_several_numbers_of_tokens_are_tried(count: int) -> None:
+    def compute(x_TK: torch.Tensor) -> torch.Tensor:
+        return x_TK + NUDGE * (len(x_TK) == count)
+
+    assert row_invariance.differing_row_count(compute, torch.zeros(row_invariance.NUM_TOKENS, 3)) == count
 
 
 def test_a_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +132,24 @@ def test_the_first_norm_of_a_stage_is_that_of_other_layers(monkeypatch: pytest.M
         _load(True)
 
 
+def test_experts_of_a_layer_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StageModel, "feed_forward", _nudge_single_rows(StageModel.feed_forward))
+    with pytest.raises(ConfigError, match="layer 0 gives"):
+        _load(True)
+
+
+def test_the_gate_is_tried_where_experts_are_on_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = StageModel.choose_experts
+
+    def nudged(model: StageModel, layer: int, x_TD: torch.Tensor) -> tuple[ExpertPermutation, torch.Tensor]:
+        groups, weights_Tk = choose(model, layer, x_TD)
+        return groups, weights_Tk + NUDGE * (len(x_TD) == 1)
+
+    monkeypatch.setattr(StageModel, "choose_experts", nudged)
+    with pytest.raises(ConfigError, match="layer 0 gives"):
+        StageWorker.load(replace(_plan(True), experts_inside=False), RandomWeights())
+
+
 def test_a_head_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
     with pytest.raises(ConfigError, match="the logits of 1 of 67 tokens have other bits"):
@@ -123,6 +170,17 @@ def test_where_it_is_not_wanted_nothing_is_tried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
     assert not _load(False).is_batch_invariant
     assert "may depend" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "is_tried"),
+    [("cpu", True, True), ("cpu", None, True), ("cpu", False, False), ("cuda", True, True), ("cuda", None, False), ("cuda", False, False)],
+)
+def test_where_it_is_tried(device: str, wanted: bool | None, is_tried: bool) -> None:
+    tries: list[int] = []
+    found = row_invariance.try_invariance("a stage", wanted, torch.device(device), lambda: "" if tries.append(1) is None else "x")
+    assert found is is_tried
+    assert len(tries) == is_tried
 
 
 def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_args, tiny_plan
@@ -86,11 +87,12 @@ def test_the_platform_counts_for_all_kernels_in_c(worker: StageWorker, tmp_path:
             assert _changed(before, _parts(worker)) == in_c
 
 
-def test_pytorch_counts(worker: StageWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_and_numpy_count(worker: StageWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     before = _parts(worker)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "0.1")
-        assert _changed(before, _parts(worker)) == {"device"}
+    for library in (torch, np):
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "__version__", "0.1")
+            assert _changed(before, _parts(worker)) == {"device"}
     without = DeviceBackend(cpu_kernels())
     parts = dict(stage_numerics(worker.model, without, CPU, worker.dtype, is_batch_invariant=False).parts)
     assert parts["attention"] == "SdpaPrefill, GatheredDecode"
@@ -132,11 +134,12 @@ def test_kernels_of_gpus_are_named_with_their_parameters() -> None:
 
 
 def test_a_gpu_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-    for gpu, cuda, xformers in (("H100", "12.9", "1"), ("H200", "12.9", "1"), ("H100", "13.0", "1"), ("H100", "12.9", "2")):
-        monkeypatch.setattr(numerics, "device_name", lambda _, gpu=gpu: gpu)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(numerics, "version", lambda _, number=xformers: number)
+    names, first = [], {"gpu": "H100", "cuda": "12.9", "xformers": "1", "triton": "3.6"}
+    for other in ("", *first):
+        found = first | ({other: "another"} if other else {})
+        monkeypatch.setattr(numerics, "device_name", lambda _, found=found: found["gpu"])
+        monkeypatch.setattr(torch.version, "cuda", found["cuda"])
+        monkeypatch.setattr(numerics, "version", found.__getitem__)
         names.append(device_numerics("cuda:0"))
     assert len(set(names)) == len(names)
-    assert names[0] == f"torch {torch.__version__}, CUDA 12.9, xformers 1, H100"
+    assert names[0] == f"torch {torch.__version__}, CUDA 12.9, xformers 1, Triton 3.6, H100"
