@@ -174,7 +174,14 @@ def test_where_it_is_not_wanted_nothing_is_tried(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("device", "wanted", "is_tried"),
-    [("cpu", True, True), ("cpu", None, True), ("cpu", False, False), ("cuda", True, True), ("cuda", None, False), ("cuda", False, False)],
+    [
+        ("cpu", True, True),
+        ("cpu", None, True),
+        ("cpu", False, False),
+        ("cuda", True, True),
+        ("cuda", None, False),
+        ("cuda", False, False),
+    ],
 )
 def test_where_it_is_tried(device: str, wanted: bool | None, is_tried: bool) -> None:
     tries: list[int] = []
