@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tramontane.proto.request import SamplingParams
+from tramontane.workers.sampling import logprobs, sampler
 from tramontane.workers.sampling.exact_sums import UNITS, exact_logsumexp, exact_weights
 from tramontane.workers.sampling.logprobs import token_logprobs
 from tramontane.workers.sampling.sampler import sample
@@ -53,3 +54,23 @@ def test_tokens_are_those_of_floating_sums(params: dict[str, float]) -> None:
     assert int((floating != exact).sum()) <= 1
     alone = torch.cat([sample(logits_SV[row : row + 1], sampling[:1], [row], has_exact_sums=True) for row in range(20)])
     assert torch.equal(alone, exact[:20])
+
+
+@pytest.mark.parametrize("has_exact_sums", [True, False])
+def test_sums_are_exact_where_they_have_to_be_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, has_exact_sums: bool) -> None:
+    """The last of the sorted tokens gets nearly all of the weight, and every logarithm is 7."""
+    logits_SV = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    monkeypatch.setattr(sampler, "exact_weights", lambda _: torch.tensor([[1.0, 1.0, 1.0, UNITS]], dtype=torch.float64))
+    monkeypatch.setattr(logprobs, "exact_logsumexp", lambda _: torch.tensor([[7.0]]))
+    params = [SamplingParams(temperature=0.01, seed=1)]
+    assert sample(logits_SV, params, [0], has_exact_sums).tolist() == [3 if has_exact_sums else 0]
+    ((logprob, _),) = token_logprobs(logits_SV, [0], [1], has_exact_sums)
+    assert (logprob == -4.0) is has_exact_sums
+
+
+def test_top_p_is_a_share_of_all_weights() -> None:
+    """Of shares of 0.64, 0.24, 0.09 and 0.03 the first two are kept: 0.64 is less than 0.7, 0.88 is not."""
+    logits_SV = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    params = [SamplingParams(temperature=1.0, top_p=0.7, seed=seed) for seed in range(200)]
+    tokens = sample(logits_SV.expand(200, -1), params, range(200), has_exact_sums=True)
+    assert set(tokens.tolist()) == {0, 1}

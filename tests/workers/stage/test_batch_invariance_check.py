@@ -22,6 +22,7 @@ from tramontane.workers.kernels import row_invariance
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
+from tramontane.workers.model.rotary import RotaryCache
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import device_backend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -148,6 +149,11 @@ def test_the_gate_is_tried_where_experts_are_on_actors(monkeypatch: pytest.Monke
     monkeypatch.setattr(StageModel, "choose_experts", nudged)
     with pytest.raises(ConfigError, match="layer 0 gives"):
         StageWorker.load(replace(_plan(True), experts_inside=False), RandomWeights())
+
+
+def test_positions_of_a_stage_have_tables_that_are_kept() -> None:
+    """PyTorch's cosines of a micro-batch could depend on where a position stands in it."""
+    assert isinstance(getattr(_load(None).rotary_tables, "__self__", None), RotaryCache)
 
 
 def test_a_head_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
