@@ -41,8 +41,12 @@ def test_log_probabilities_are_those_of_floating_sums() -> None:
 
 
 def test_of_equal_logits_the_first_are_the_best() -> None:
-    ((_, top),) = token_logprobs(torch.zeros(1, VOCAB), [5], [3], has_exact_sums=True)
-    assert [token for token, _ in top] == [0, 1, 2]
+    """Of logits in bfloat16, of which many are equal."""
+    logits_SV = _logits(20).bfloat16().float()
+    for row, (_, top) in zip(
+        logits_SV.tolist(), token_logprobs(logits_SV, [5] * 20, [20] * 20, has_exact_sums=True), strict=True
+    ):
+        assert [token for token, _ in top] == sorted(range(VOCAB), key=lambda token, row=row: (-row[token], token))[:20]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 50}], ids=str)
