@@ -8,23 +8,23 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import FinishReason
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
-from tramontane.router.openai.choice_text import ChoiceBuilder, ChoiceDetokenizer
+from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceBuilder
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange, Delta
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import TokenLogprobs, chat_logprobs, merge_chat_logprobs
+from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall
-from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ProgressCallback, ResumeState, no_progress
+from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
+from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
-from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, merge_deltas
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, is_open_after
+from tramontane.router.tokenization.tool_parser import ToolCallParser, merge_deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,24 @@ class NoChatTemplate:
         """Always None: there are no tools."""
         return None
 
-    def encode(self, _messages: Sequence[ChatMessage], _tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Always None: there are no thoughts."""
+        return None
+
+    def encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+    ) -> tuple[int, ...]:
         """Raise RequestError."""
         raise RequestError(self.reason)
 
 
 async def encode_chat(
-    model: ServedModel, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    reasoning_effort: str | None = None,
 ) -> tuple[int, ...]:
     """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
     texts = message_texts(messages)
@@ -52,14 +63,20 @@ async def encode_chat(
         if model.tokenizer is not None:
             model.tokenizer.check_length("".join(texts), model.max_model_len)
         if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
-            return template.encode(messages)
-        return await asyncio.to_thread(_encode_large, model, template, messages, tools)
+            return template.encode(messages, reasoning_effort=reasoning_effort)
+        return await asyncio.to_thread(_encode_large, model, template, messages, tools, reasoning_effort)
+    except ParameterError:
+        raise
     except RequestError as error:
         raise ParameterError(str(error), "messages") from error
 
 
 def _encode_large(
-    model: ServedModel, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    reasoning_effort: str | None,
 ) -> tuple[int, ...]:
     """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
 
@@ -72,41 +89,21 @@ def _encode_large(
             check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
         if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
             check_elements(message.content.encode(), "the result of a tool", "messages")
-    return template.encode(messages, [tool.model_dump(exclude_none=True) for tool in tools])
+    specs = [tool.model_dump(exclude_none=True) for tool in tools]
+    return template.encode(messages, specs, reasoning_effort=reasoning_effort)
 
 
-class ChatDetokenizer(ChoiceDetokenizer):
-    """A choice of a chat: its text, and the tool calls that follow the text."""
-
-    def __init__(self, tokenizer: Tokenizer | None, request: ChatRequest, tool_format: ToolFormat | None) -> None:
-        super().__init__(tokenizer, request.stop, request.min_tokens, is_text_start=True)
-        may_call = tokenizer is not None and tool_format is not None and visible_tools(request.tools, request.tool_choice)
-        self._parser = ToolCallParser(tokenizer, tool_format) if may_call and tokenizer and tool_format else None
-        self._calls: list[CallDelta] = []
-
-    @property
-    def finish_reason(self) -> str | None:
-        """OpenAI's word for how the choice finished; None before that."""
-        has_calls = self._parser is not None and self._parser.num_calls > 0
-        return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
-
-    def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
-        """Restore a choice. Calls that the client has received are dropped; of a whole answer it has received none."""
-        super().resume(state, is_whole=is_whole)
-        if not is_whole:
-            self._calls = []
-
-    def take_calls(self) -> list[CallDelta]:
-        """Return what has become known of calls since the last time."""
-        calls, self._calls = self._calls, []
-        return calls
-
-    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
-        if self._parser is not None:
-            self._calls += self._parser.push(token_id)
-            if self._parser.is_calling:
-                return ""
-        return super()._piece(token_id, score)
+def _detokenizer(
+    model: ServedModel, template: ChatTemplate, request: ChatRequest, *, is_open: bool, has_grammar: bool
+) -> ChatDetokenizer:
+    """Return the detokenizer of one choice. ``is_open``: the prompt ends inside a thought."""
+    tokenizer, tool_format, form = model.tokenizer, template.tool_format, template.reasoning_format
+    tools, thoughts = None, None
+    if tokenizer and tool_format and visible_tools(request.tools, request.tool_choice):
+        tools = ToolCallParser(tokenizer, tool_format)
+    if tokenizer and form:
+        thoughts = ReasoningParser(form, tokenizer, is_open=is_open, only_first=has_grammar)
+    return ChatDetokenizer(tokenizer, request.stop, request.min_tokens, tools=tools, thoughts=thoughts)
 
 
 class ChatCompletion:
@@ -129,7 +126,8 @@ class ChatCompletion:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
         tools = visible_tools(request.tools, request.tool_choice)
-        ids = await encode_chat(model, template, [message.message() for message in request.messages], tools)
+        messages = [message.message() for message in request.messages]
+        ids = await encode_chat(model, template, messages, tools, request.reasoning_effort)
         max_new_tokens = model.max_model_len - len(ids)
         if max_new_tokens < 1:
             raise ParameterError(
@@ -137,8 +135,10 @@ class ChatCompletion:
                 f"they may take at most {model.max_model_len - 1}",
                 "messages",
             )
-        grammar = await _grammar(request, template)
-        choices = [ChatDetokenizer(model.tokenizer, request, template.tool_format) for _ in range(request.n)]
+        form = template.reasoning_format
+        is_open = form is not None and model.tokenizer is not None and is_open_after(form, model.tokenizer, ids)
+        grammar = await _grammar(request, template, is_open=is_open)
+        choices = [_detokenizer(model, template, request, is_open=is_open, has_grammar=bool(grammar)) for _ in range(request.n)]
         builder = ChoiceBuilder(
             choices, chat_logprobs, merge_chat_logprobs, grammar, "chatcmpl", "chat.completion.chunk", ChatChunk
         )
@@ -202,6 +202,8 @@ class ChatCompletion:
     def _to_delta(self, change: CompletionChange) -> ChatChange:
         choice = self._choices[change["index"]]
         delta: dict[str, Any] = {"content": change["text"]} if change["text"] else {}
+        if reasoning := choice.take_reasoning():
+            delta["reasoning_content"] = delta["reasoning"] = reasoning
         if calls := choice.take_calls():
             delta["tool_calls"] = [call.as_openai() for call in calls]
         chat_change: ChatChange = {
@@ -221,14 +223,17 @@ class ChatCompletion:
             for call in merge_deltas(choice.take_calls())
         ]
         content = text if text or not calls else None
-        fields = {"tool_calls": calls} if calls else {}
+        fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if choice.can_think:
+            fields["reasoning_content"] = fields["reasoning"] = choice.take_reasoning() or None
         message = AnswerMessage(role="assistant", content=content, refusal=None, **fields)
         return ChatChoice(**merged | {"message": message, "finish_reason": choice.finish_reason})
 
 
-async def _grammar(request: ChatRequest, template: ChatTemplate) -> str:
+async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: bool) -> str:
     if request.response_format is None and not request.tools and request.tool_choice in (None, "none"):
         return ""
+    form = template.reasoning_format
     return await run_in_grammar_pool(
         lambda: build_grammar(
             request.response_format,
@@ -237,6 +242,7 @@ async def _grammar(request: ChatRequest, template: ChatTemplate) -> str:
             template.tool_format,
             parallel=request.parallel_tool_calls,
             num_sequences=request.n,
+            thoughts=None if form is None else ThoughtRules(form, is_open),
         )
     )
 

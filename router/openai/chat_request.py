@@ -1,15 +1,16 @@
 """Chat requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic_core import PydanticKnownError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_except
+from tramontane.router.openai.completion_request import StreamOptions, Text, check_text, parse_body, unsupported_except
 from tramontane.router.openai.request_fields import SamplingFields, default_if_null
 from tramontane.router.structured.grammar import MAX_TOOLS, RequestModel, ResponseFormat, Tool, ToolChoice
-from tramontane.router.tokenization.chat import ChatMessage, ToolCall
+from tramontane.router.tokenization.chat import ChatMessage, Thought, ToolCall, with_thoughts
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 128
@@ -44,16 +45,54 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
 Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str | Parts)]
 
 
+class ThinkingPart(RequestModel):
+    """A thought as a part of a message's content. Mistral's client sends its text in parts, mistral-common as one text."""
+
+    type: Literal["thinking"]
+    thinking: Text | Parts
+    closed: bool = True
+
+
+ThoughtfulParts = Annotated[list[TextPart | ThinkingPart], Field(min_length=1, max_length=MAX_PARTS)]
+
+
+def _thoughtful(value: Any) -> tuple[str | Thought, ...]:  # noqa: ANN401
+    """Return the texts and thoughts of a content; texts without a thought are joined."""
+    is_list = isinstance(value, list) and len(value) <= MAX_PARTS
+    if not is_list or not any(isinstance(part, dict) and part.get("type") == "thinking" for part in value):
+        text = _content(value)
+        if not isinstance(text, str):
+            raise PydanticKnownError("string_type")
+        return (check_text(text),)
+    return tuple(
+        _thought(part) if isinstance(part, dict) and part.get("type") == "thinking" else _part_text(part) for part in value
+    )
+
+
+def _thought(part: dict[str, Any]) -> Thought:
+    text = part.get("thinking")
+    text = "".join(map(_part_text, text)) if isinstance(text, list) and len(text) <= MAX_PARTS else text
+    closed = part.get("closed", True)
+    if not part.keys() <= {"type", "thinking", "closed"} or not isinstance(text, str) or not isinstance(closed, bool):
+        raise ValueError('a thought must be as {"type": "thinking", "thinking": "...", "closed": true}')
+    return Thought(check_text(text), closed)
+
+
+ThoughtfulContent = Annotated[
+    tuple[str | Thought, ...], PlainValidator(_thoughtful, json_schema_input_type=str | ThoughtfulParts)
+]
+
+
 class SystemMessage(RequestModel):
-    """Instructions for the assistant."""
+    """Instructions for the assistant, which may show by an example how it thinks."""
 
     role: Literal["system", "developer"]
-    content: Content
+    content: ThoughtfulContent
     name: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage("system", self.content)
+        return with_thoughts("system", self.content)
 
 
 class UserMessage(RequestModel):
@@ -84,10 +123,12 @@ class AssistantToolCall(RequestModel):
 
 
 class AssistantMessage(RequestModel):
-    """Earlier answer of the assistant."""
+    """Earlier answer of the assistant, with its thoughts by either name or as parts of the content."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: ThoughtfulContent | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
@@ -97,10 +138,21 @@ class AssistantMessage(RequestModel):
     annotations: Annotated[Any, unsupported_except([])] = None
     function_call: Annotated[Any, unsupported_except()] = None
 
+    @model_validator(mode="after")
+    def _check_thoughts(self) -> Self:
+        texts = {text for text in (self.reasoning_content, self.reasoning) if text}
+        if len(texts) > 1:
+            raise ValueError("reasoning_content and reasoning are the same thing, and differ; give one of them")
+        if texts and any(isinstance(part, Thought) for part in self.content or ()):
+            raise ValueError("a thought is given twice, as a part of the content and as reasoning; give it once")
+        return self
+
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
-        return ChatMessage("assistant", self.content or "", calls)
+        reasoning = self.reasoning_content or self.reasoning
+        thoughts = (Thought(reasoning),) if reasoning else ()
+        return with_thoughts("assistant", (*thoughts, *(self.content or ())), calls)
 
 
 class ToolMessage(RequestModel):
@@ -148,6 +200,7 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     return_token_ids: Annotated[bool, default_if_null(False)] = False
     user: str | None = None  # ignored

@@ -1,5 +1,6 @@
 """Detokenization of one choice: from tokens to the text that the client receives, and to the fields of the whole choice."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,11 @@ from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
 from tramontane.router.openai.resume_state import ChoiceState
+from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split
 from tramontane.router.tokenization.tokenizer import Tokenizer
+from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser
+
+UNDECIDED = -1  # offset of a token that may be a part of a marker of thoughts
 
 
 class StopMatcher:
@@ -90,6 +95,7 @@ class ChoiceDetokenizer:
         self._num_decoded = self._num_emitted = 0  # characters
         self._pending: list[TokenWithLogprobs] = []
         self.num_tokens = 0
+        self.num_reasoning_tokens: int | None = None  # None where there are no thoughts
         self.finish: FinishReason | None = None
 
     def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
@@ -105,8 +111,8 @@ class ChoiceDetokenizer:
             )
         self.num_tokens += 1
         piece = self._piece(event.token_id, score)
-        if event.finish and self._decoder:
-            piece += self._decoder.finish()
+        if event.finish:
+            piece += self._last_piece()
         self._num_decoded += len(piece)
         emitted, stopped = self._matcher.push(piece, may_stop=self.num_tokens >= self._min_tokens)
         if stopped:
@@ -123,6 +129,8 @@ class ChoiceDetokenizer:
         """Restore a choice as if its tokens had been pushed here. ``is_whole``: the client has received nothing of it."""
         for token_id in state.token_ids:
             self.push(TokenEvent(0, token_id))
+        if state.finish is not None and self.finish is None:  # the end of the sequence, not a stop string
+            self._last_piece()
         self.finish, self._pending = state.finish, list(state.pending_logprobs)
 
     @property
@@ -132,8 +140,11 @@ class ChoiceDetokenizer:
 
     def take_logprobs(self) -> list[TokenWithLogprobs]:
         """Return new tokens with log-probabilities; offsets count from the beginning of the text."""
-        ready = self._pending if self.finish or not self._has_stops else self._begun_in_emitted()
-        self._pending = self._pending[len(ready) :]
+        if self.finish or not self._has_stops:
+            ready, self._pending = self._pending, []
+        else:
+            ready = self._begun_in_emitted()
+            self._pending = [token for token in self._pending if not self._is_emitted(token)]
         return ready
 
     def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
@@ -143,9 +154,98 @@ class ChoiceDetokenizer:
         self._pending.append(TokenWithLogprobs(token_id, self._num_decoded + offset, score))
         return piece
 
+    def _last_piece(self) -> str:
+        """Return the rest of the text, at the end of the sequence."""
+        return self._decoder.finish() if self._decoder else ""
+
     def _begun_in_emitted(self) -> list[TokenWithLogprobs]:
         """Return pending tokens that begin in emitted text: of "x", "E", "ND" the first if "x" is emitted."""
-        return [token for token in self._pending if token.offset < self._num_emitted]
+        return [token for token in self._pending if self._is_emitted(token)]
+
+    def _is_emitted(self, token: TokenWithLogprobs) -> bool:
+        return token.in_thought or token.offset < self._num_emitted
+
+
+class ChatDetokenizer(ChoiceDetokenizer):
+    """A choice of a chat: its thoughts, its text, and the tool calls that follow the text. Stop strings end only the text."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        tools: ToolCallParser | None = None,
+        thoughts: ReasoningParser | None = None,
+    ) -> None:
+        super().__init__(tokenizer, stops, min_tokens, is_text_start=True)
+        self._tools, self._thoughts = tools, thoughts
+        self._calls: list[CallDelta] = []
+        self._reasoning: list[str] = []  # that was not taken
+        self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()  # tokens that may be of a marker
+        self.num_reasoning_tokens = None if thoughts is None else 0
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the model has a format for thoughts."""
+        return self._thoughts is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for how the choice finished; None before that."""
+        has_calls = self._tools is not None and self._tools.num_calls > 0
+        return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
+
+    def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
+        """Restore a choice. Calls and thoughts that the client has received are dropped; of a whole answer it has none."""
+        super().resume(state, is_whole=is_whole)
+        if not is_whole:
+            self._calls, self._reasoning = [], []
+        waiting = [token for token in self._pending if token.offset == UNDECIDED]
+        if waiting:
+            self._pending = self._pending[: -len(waiting)]
+            self._undecided = deque((token.token_id, token.score) for token in waiting)
+
+    @property
+    def pending_logprobs(self) -> list[TokenWithLogprobs]:
+        """Tokens with log-probabilities whose text may not be emitted yet, those last of which it is not known what they are."""
+        waiting = [TokenWithLogprobs(token_id, UNDECIDED, score) for token_id, score in self._undecided if score]
+        return self._pending + waiting
+
+    def take_calls(self) -> list[CallDelta]:
+        """Return what has become known of calls since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def take_reasoning(self) -> str:
+        """Return what has become known of thoughts since the last time."""
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        return reasoning
+
+    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
+        thoughts, tools = self._thoughts, self._tools
+        if tools is not None and (tools.is_calling or thoughts is None or not thoughts.is_of_thought(token_id)):
+            self._calls += tools.push(token_id)
+            if tools.is_calling:
+                return ""
+        if thoughts is None:
+            return super()._piece(token_id, score)
+        self._undecided.append((token_id, score))
+        return self._add(thoughts.push(token_id))
+
+    def _last_piece(self) -> str:
+        return super()._last_piece() if self._thoughts is None else self._add(self._thoughts.finish())
+
+    def _add(self, split: Split) -> str:
+        """Return the text of the content; keep that of thoughts."""
+        if split.thought:
+            self._reasoning.append(split.thought)
+        for in_thought, offset in split.places:
+            token_id, score = self._undecided.popleft()
+            self.num_reasoning_tokens = (self.num_reasoning_tokens or 0) + in_thought
+            if score is not None:
+                self._pending.append(TokenWithLogprobs(token_id, offset, score, in_thought))
+        return split.content
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Delta(Answer):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     tool_calls: list[ToolCallDelta] = Field(default=[])
+    reasoning_content: str = Field(default="", description="of a thought")
+    reasoning: str = Field(default="", description="the same text as reasoning_content")
 
 
 class ChatChunkChoice(Answer):

@@ -22,7 +22,7 @@ from tramontane.router.openai.logprobs import (
     prompt_logprobs,
     prompt_tokens,
 )
-from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
+from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, CompletionTokensDetails, Timings, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
 from tramontane.router.structured.grammar import build_grammar
@@ -177,7 +177,11 @@ class Completion:
         """Number of tokens so far. A prompt counts once, however many choices it has."""
         prompt = sum(map(len, self._prompt_ids))
         completion = sum(choice.num_tokens for choice in self._choices)
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
+        if thoughts:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts))
+        return usage
 
     @property
     def timings(self) -> Timings:

@@ -89,7 +89,8 @@ def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     return tuple(layers)
 
 
-def _encodable(text: str) -> str:
+def check_text(text: str) -> str:
+    """Return a text. Raises ValueError for one that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -100,11 +101,11 @@ def _encodable(text: str) -> str:
 def _all_encodable(value: Prompts) -> Prompts:
     for text in value:
         if isinstance(text, str):
-            _encodable(text)
+            check_text(text)
     return value
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(check_text)]
 
 
 class StreamOptions(RequestModel):

@@ -16,11 +16,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenWithLogprobs(NamedTuple):
-    """A token of a text."""
+    """A token of a text, or of a chat's thought."""
 
     token_id: int
     offset: int  # index of the character with which the token begins, or which it continues
     score: TokenLogprobs | None  # None for the first token of a prompt
+    in_thought: bool = False  # then ``offset`` means nothing
 
 
 def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
@@ -79,23 +80,26 @@ def merge_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
-    """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``."""
+    """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``. Tokens of thoughts are in a list apart."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.bytes_of(token_id) if tokenizer else b""
         return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(piece) if piece else None}
 
-    content = [
-        entry(token.token_id, token.score.logprob) | {"top_logprobs": [entry(*each) for each in token.score.top[:num_top]]}
-        for token in tokens
-        if token.score is not None
-    ]
-    return {"content": content, "refusal": None}
+    content: list[dict[str, Any]] = []
+    thought: list[dict[str, Any]] = []
+    for token in tokens:
+        if token.score is not None:
+            top = [entry(*each) for each in token.score.top[:num_top]]
+            (thought if token.in_thought else content).append(entry(token.token_id, token.score.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None, **({"reasoning": thought} if thought else {})}
 
 
 def merge_chat_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
     """Concatenate several ``ChatLogprobs``."""
-    return {"content": [token for part in parts if part for token in part["content"]], "refusal": None}
+    present = [part for part in parts if part]
+    content, thought = ([token for part in present for token in part.get(name, ())] for name in ("content", "reasoning"))
+    return {"content": content, "refusal": None, **({"reasoning": thought} if thought else {})}
 
 
 def prompt_logprobs(

@@ -72,12 +72,19 @@ def _as_json(value: Any) -> Any:  # noqa: ANN401
     return [each.as_json() for each in value] if isinstance(value, list) and value and isinstance(value[0], Answer) else value
 
 
+class CompletionTokensDetails(Answer):
+    """Kinds of the new tokens. ``reasoning_tokens``: those of thoughts, their markers included."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
-    """Number of tokens. A prompt counts once, however many choices it has."""
+    """Number of tokens. A prompt counts once, however many choices it has. The details are of chats with models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Timings(Answer):
@@ -158,10 +165,11 @@ class ChosenChatToken(ChatToken):
 
 
 class ChatLogprobs(Answer):
-    """Log-probabilities of a chat's answer."""
+    """Log-probabilities of a chat's answer. ``reasoning``: of its thoughts and their markers, if there are any."""
 
     content: list[ChosenChatToken]
     refusal: None
+    reasoning: list[ChosenChatToken] = Field(default=[])
 
 
 class FunctionCall(Answer):
@@ -180,12 +188,14 @@ class ToolCall(Answer):
 
 
 class AnswerMessage(Answer):
-    """The assistant's message."""
+    """The assistant's message. Of a model that thinks it has its thoughts by two names, null if there are none."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] = []
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(_Choice):

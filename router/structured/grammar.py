@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
+from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
@@ -124,12 +125,13 @@ def build_grammar(
     *,
     parallel: bool = True,
     num_sequences: int = 1,
+    thoughts: ThoughtRules | None = None,
 ) -> str:
     """Return the grammar of one request's answers, empty if they are unconstrained.
 
-    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. Raises ParameterError
-    for schemas that are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes 30 ms for new
-    schemas, and a second of a separate process for hostile ones.
+    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. ``thoughts``: of a
+    model that thinks, before all else. Raises ParameterError for schemas that are malformed, too large, or cannot be followed.
+    Call it in ``run_in_grammar_pool``: it takes 30 ms for new schemas, and a second of a separate process for hostile ones.
     """
     callable_tools = _allowed_tools(tools or (), tool_choice)
     must_call = bool(callable_tools) and tool_choice not in (None, "auto")
@@ -145,7 +147,7 @@ def build_grammar(
         rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
         rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
     rules += ['answer: " "? body'] * bool(answer) + [f"{schema.rule}: %json {schema.text}" for schema in schemas]
-    grammar = "\n".join(rules)
+    grammar = "\n".join(thoughts.before(rules) if thoughts else rules)
     _check_size(grammar, num_sequences, schemas[0].where)
     _check(grammar, schemas)
     return grammar

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.router.tokenization.tokenizer import REPLACE_EACH, Tokenizer
+from tramontane.router.tokenization.tokenizer import REPLACE_EACH, THINK_MARKERS, Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -120,6 +120,19 @@ class HfTokenizer(Tokenizer):
         token_id = self._backend.token_to_id(name)
         added = self._backend.get_added_tokens_decoder()
         return token_id if token_id in added and added[token_id].special else None
+
+    def added_id(self, name: str) -> int | None:
+        """Return the id of an added token, special or not; None if there is none of this name."""
+        token_id = self._backend.token_to_id(name)
+        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+
+    def vocabulary(self) -> tuple[bytes, ...]:
+        """Return the pieces, without the text of markers of thoughts: a grammar names these by their ids."""
+        pieces = list(self._piece_bytes)
+        for name in (each for markers in THINK_MARKERS for each in markers):
+            if (token_id := self.added_id(name)) is not None:
+                pieces[token_id] = b""
+        return tuple(pieces)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(encode_by_backend(self._backend, text))

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
 ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
@@ -20,19 +21,46 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """A thought of the model, in an answer or in the example that a system message gives. ``closed``: it has ended."""
+
+    text: str
+    closed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A message. An assistant may call tools; the result is a message with the role tool and the call's id."""
+    """A message. An assistant may call tools; the result is a message with the role tool and the call's id.
+
+    ``parts``: the content and the thoughts between its texts, if there are any. ``content`` has only the texts, as lines.
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+    parts: tuple[str | Thought, ...] = ()
+
+    @property
+    def thoughts(self) -> str:
+        """All thoughts, as lines, as mistral-common joins them; empty without any."""
+        return "\n".join(part.text for part in self.parts if isinstance(part, Thought))
+
+
+def with_thoughts(
+    role: Role, parts: Sequence[str | Thought], tool_calls: tuple[ToolCall, ...] = (), tool_call_id: str = ""
+) -> ChatMessage:
+    """Return a message with texts and thoughts."""
+    content = "\n".join(part for part in parts if isinstance(part, str))
+    has_thoughts = any(isinstance(part, Thought) for part in parts)
+    return ChatMessage(role, content, tool_calls, tool_call_id, tuple(parts) if has_thoughts else ())
 
 
 def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """Return every text that a user, a model or a tool wrote."""
     calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-    return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls
+    thoughts = [part.text for message in messages for part in message.parts if isinstance(part, Thought)]
+    return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls + thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +82,27 @@ class ChatTemplate(Protocol):
         """How the model calls tools; None for a format without tools."""
         ...
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model marks its thoughts; None for a format without thoughts."""
         ...
+
+    def encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+    ) -> tuple[int, ...]:
+        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
+
+        ``reasoning_effort``: how much the model is to think, None for its default. Raises ParameterError if it lacks this effort.
+        """
+        ...
+
+
+def check_effort(effort: str | None, known: Sequence[str]) -> None:
+    """Raise ParameterError if a model that knows these efforts, or none, is to think with another one."""
+    if effort is None or effort in known:
+        return
+    reason = f"this model knows {', '.join(known)}" if known else "this model's format has no such setting; leave it out"
+    raise ParameterError(f"reasoning_effort is {effort!r}; {reason}", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
 from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
+from tramontane.router.tokenization.reasoning_parser import find_reasoning_format
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
@@ -78,7 +79,11 @@ def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemp
 
     try:
         return JinjaChatTemplate(
-            template, _token_names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer)
+            template,
+            _token_names(folder),
+            TemplateTokens(tokenizer.text),
+            _tool_format(template, tokenizer),
+            find_reasoning_format(tokenizer, template),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error

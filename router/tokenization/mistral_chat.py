@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from mistral_common.exceptions import MistralCommonException
 from mistral_common.protocol.instruct.normalize import get_normalizer
-from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort
 from mistral_common.protocol.instruct.validator import ValidationMode, get_validator
 from mistral_common.tokens.tokenizers import instruct
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
@@ -17,8 +17,17 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.tokenization.chat import ChatMessage, Role, ToolFormat, ToolSpec, message_texts
-from tramontane.router.tokenization.tokenizer import validate_text
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    Role,
+    Thought,
+    ToolFormat,
+    ToolSpec,
+    check_effort,
+    message_texts,
+)
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
+from tramontane.router.tokenization.tokenizer import THINK_MARKERS, validate_text
 
 FORMATS = {
     TokenizerVersion.v1: instruct.InstructTokenizerV1,
@@ -39,7 +48,9 @@ class MistralChatTemplate:
     def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
         version = tokenizer.version
         self._mistral: MistralTokenizer[Any, Any, Any, Any, Any] = MistralTokenizer(
-            FORMATS[version](tokenizer), get_validator(version, ValidationMode.serving), get_normalizer(version)
+            FORMATS[version](tokenizer),
+            get_validator(version, ValidationMode.serving),
+            get_normalizer(version, tokenizer.model_settings_builder),
         )
 
     @classmethod
@@ -60,13 +71,36 @@ class MistralChatTemplate:
         args = tokenizer.get_special_token("[ARGS]") if tokenizer.version >= TokenizerVersion.v11 else None
         return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """None unless the tokenizer has Mistral's markers of thoughts; those of version 13 and later may have them."""
+        tokenizer, (begin, end) = self._mistral.instruct_tokenizer.tokenizer, THINK_MARKERS[0]
+        if not (tokenizer.is_special(begin) and tokenizer.is_special(end)):
+            return None
+        return ReasoningFormat(begin, end, tokenizer.get_special_token(begin), tokenizer.get_special_token(end))
+
+    @property
+    def _efforts(self) -> list[str]:
+        """The values of ``reasoning_effort`` that the model knows; from version 15 on the tokenizer's file may name some."""
+        builder = self._mistral.instruct_tokenizer.tokenizer.model_settings_builder
+        return (
+            [] if builder is None or builder.reasoning_effort is None else [str(each) for each in builder.reasoning_effort.values]
+        )
+
+    def encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+    ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
+        check_effort(reasoning_effort, self._efforts)
+        self._check_thoughts(messages)
         written: list[Any] = [_to_mistral_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
             # The model's name is required and has no effect.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
-                model="model", messages=written, tools=list(map(_known_fields, tools)) or None
+                model="model",
+                messages=written,
+                tools=list(map(_known_fields, tools)) or None,
+                reasoning_effort=None if reasoning_effort is None else ReasoningEffort(reasoning_effort),
             )
             with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
                 return tuple(self._mistral.encode_chat_completion(request).tokens)
@@ -75,6 +109,15 @@ class MistralChatTemplate:
             raise RequestError(f"the model's format has no such conversation; look at {field}[{index}]") from error
         except MistralCommonException as error:
             raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
+
+    def _check_thoughts(self, messages: Sequence[ChatMessage]) -> None:
+        """Raise RequestError for a thought in a format that cannot write it: before version 13, or without the markers."""
+        version = self._mistral.instruct_tokenizer.tokenizer.version
+        if version >= TokenizerVersion.v13 and self.reasoning_format is not None:
+            return
+        thoughtful = next((index for index, message in enumerate(messages) if message.parts), None)
+        if thoughtful is not None:
+            raise RequestError(f"messages[{thoughtful}] has a thought, and this model's format has none; leave the thought out")
 
 
 def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common makes a Tool of
@@ -86,11 +129,17 @@ def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
     """Return a message in OpenAI's shape. Raises RequestError if there is no such role."""
     if message.role not in get_args(Role):
         raise RequestError(f"{name}.role is {message.role!r:.60}; it must be one of {', '.join(map(repr, get_args(Role)))}")
-    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    written: dict[str, Any] = {"role": message.role, "content": [_chunk(part) for part in message.parts] or message.content}
     if message.tool_calls:
-        written["content"] = message.content or None
+        written["content"] = written["content"] or None
         calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
         written["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
     if message.role == "tool":
         written["tool_call_id"] = message.tool_call_id
     return written
+
+
+def _chunk(part: str | Thought) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "thinking", "thinking": part.text, "closed": part.closed}

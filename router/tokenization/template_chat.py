@@ -15,8 +15,19 @@ from tokenizers import Tokenizer
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.router.tokenization.backends import encode_by_backend
-from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, message_texts
+from tramontane.router.tokenization.chat import (
+    ChatMessage,
+    Thought,
+    ToolFormat,
+    ToolSpec,
+    check_effort,
+    message_texts,
+)
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
+
+EFFORT = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # a template may know fewer
 
 
 class TemplateTokens:
@@ -66,24 +77,45 @@ class TemplateTokens:
 
 
 class JinjaChatTemplate:
-    """Chat template in Jinja. ``names``: variables of the template, such as ``bos_token``."""
+    """Chat template in Jinja. ``names``: variables of the template, such as ``bos_token``.
+
+    Thoughts of an answer are its ``reasoning_content``, and ``reasoning``; a template that knows neither may know parts of the
+    type "thinking" in the content, as Mistral's own do.
+    """
 
     def __init__(
-        self, template: str, names: Mapping[str, str], tokens: TemplateTokens, tool_format: ToolFormat | None = None
+        self,
+        template: str,
+        names: Mapping[str, str],
+        tokens: TemplateTokens,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self._template, self._names, self._tokens = compile_template(template), names, tokens
-        self.tool_format = tool_format
+        self.tool_format, self.reasoning_format = tool_format, reasoning_format
+        self._efforts = EFFORTS if EFFORT in template else ()
+        self._knows_parts = "reasoning_content" not in template and re.search(r"""['"]thinking['"]""", template) is not None
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+    ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation."""
+        check_effort(reasoning_effort, self._efforts)
+        names = self._names if reasoning_effort is None else {**self._names, EFFORT: reasoning_effort}
         with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
-            protected = [self._protect(message) for message in messages]
-            return self._tokens.encode(render(self._template, protected, self._names, self._tokens.protect(list(tools)) or None))
+            protected = [self._protect(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            return self._tokens.encode(render(self._template, protected, names, self._tokens.protect(list(tools)) or None))
 
-    def _protect(self, message: ChatMessage) -> dict[str, Any]:
-        """Return a message as templates expect it, with protected texts and parsed arguments."""
+    def _protect(self, message: ChatMessage, name: str) -> dict[str, Any]:
+        """Return a message as templates expect it, with protected texts and parsed arguments. ``name`` is for errors."""
         content = self._tokens.protect(message.content, in_answer=message.role == "assistant")
         written: dict[str, Any] = {"role": message.role, "content": content}
+        if message.parts and self._knows_parts:
+            written["content"] = list(map(self._part, message.parts))
+        elif message.parts and message.role == "assistant":
+            written |= dict.fromkeys(("reasoning_content", "reasoning"), self._tokens.protect(message.thoughts))
+        elif message.parts:
+            raise RequestError(f"{name} has a thought, which the model's chat template knows only in answers; leave it out")
         if message.tool_calls:
             calls = [(call.id, {"name": call.name, "arguments": _parse_arguments(call.arguments)}) for call in message.tool_calls]
             written["tool_calls"] = [
@@ -93,6 +125,11 @@ class JinjaChatTemplate:
         if message.role == "tool":
             written["tool_call_id"] = self._tokens.protect(message.tool_call_id)
         return written
+
+    def _part(self, part: str | Thought) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"type": "text", "text": self._tokens.protect(part)}
+        return {"type": "thinking", "thinking": self._tokens.protect(part.text), "closed": part.closed}
 
 
 def _parse_arguments(arguments: str) -> Any:  # noqa: ANN401

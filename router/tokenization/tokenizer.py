@@ -24,6 +24,8 @@ def validate_text(*texts: str) -> Iterator[None]:
 
 UNCHECKED_CHARS = PIECE_CHARS = 2**18  # of a text; its ids, four for each character at most, are a list within 30 ms
 REPLACE, REPLACE_EACH = "replace", "tramontane-replace-each"
+THINK_TEXTS = ("<think>", "</think>")
+THINK_MARKERS = (("[THINK]", "[/THINK]"), THINK_TEXTS)  # before and after a thought: Mistral's, and those of most others
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
@@ -128,6 +130,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def control_id(self, name: str) -> int | None:
         """Return the id of a control token such as "[TOOL_CALLS]"; None if there is no such token or its name is text."""
+
+    def added_id(self, name: str) -> int | None:
+        """Return the id of a token that the tokenizer was given by this name, a control token or not; None if there is none."""
+        return self.control_id(name)
 
     @abstractmethod
     def _encode(self, text: str) -> tuple[int, ...]:
