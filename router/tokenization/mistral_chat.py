@@ -83,9 +83,8 @@ class MistralChatTemplate:
     def _efforts(self) -> list[str]:
         """The values of ``reasoning_effort`` that the model knows; from version 15 on the tokenizer's file may name some."""
         builder = self._mistral.instruct_tokenizer.tokenizer.model_settings_builder
-        return (
-            [] if builder is None or builder.reasoning_effort is None else [str(each) for each in builder.reasoning_effort.values]
-        )
+        efforts = builder and builder.reasoning_effort
+        return [str(each) for each in efforts.values] if efforts else []
 
     def encode(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None

@@ -1,11 +1,13 @@
 """Published tokenizer files: Mistral's come with mistral-common; Hugging Face's are converted from those."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mistral_common
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers.convert_slow_tokenizer import SentencePieceExtractor, generate_merges
 from transformers.integrations.mistral.tokenizer import MistralConverter
@@ -62,6 +64,26 @@ def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "tekken.json").write_text(json.dumps(data), encoding="utf-8")
     return folder / "tekken.json"
+
+
+NEWER_TOKENS = {32: "[ARGS]", 33: "[CALL_ID]", 34: "[THINK]", 35: "[/THINK]", 36: "[MODEL_SETTINGS]", 37: "[/MODEL_SETTINGS]"}
+THINK, END_THINK = 34, 35
+
+
+def thinking_tekken(folder: Path, version: str = "v13", efforts: Sequence[str] = ()) -> Path:
+    """Write a small tekken.json of a later version, with the markers of thoughts. ``efforts``: the first is the default."""
+    path = small_tekken(folder)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["config"]["version"] = version
+    older = [dict(token) for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+    newer = [NEWER_TOKENS.get(rank, f"<SPECIAL_{rank}>") for rank in range(len(older), max(NEWER_TOKENS) + 1)]
+    named = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(newer, start=len(older))]
+    data["special_tokens"] = older + named
+    if efforts:
+        builder = {"type": "enum", "accepts_none": True, "default": efforts[0], "values": list(efforts)}
+        data["model_settings_builder"] = {"reasoning_effort": builder}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
 
 
 def json_of_sentencepiece(path: Path) -> dict[str, Any]:

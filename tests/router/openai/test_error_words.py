@@ -30,16 +30,17 @@ FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES = [
-    {"role": "system", "content": "a"},
+    {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "a", "closed": False}]},
     {"role": "user", "content": [{"type": "text", "text": "a"}]},
-    {"role": "assistant", "content": "a", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "a", "reasoning_content": "a", "reasoning": "a", "tool_calls": [CALL]},
     {"role": "tool", "content": "a", "tool_call_id": "1", "name": "f"},
 ]
 # Every field of every model, with a value that is allowed.
 REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: SAMPLING
     | {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 1, "tools": [TOOL]}
-    | {"tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True},
+    | {"tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True}
+    | {"reasoning_effort": "low"},
     CompletionRequest: SAMPLING
     | {"prompt": ["a"], "max_tokens": 5, "logprobs": 1, "prompt_logprobs": 1, "echo": True, "return_experts": [1]},
     TokenizeRequest: {
