@@ -28,11 +28,13 @@ from tramontane.proto.errors import RequestError, did_you_mean
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.tokenization.chat import ChatMessage, Conversation
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
+from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split, is_open_after
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far; /help shows this line"
 COMMANDS = ("/exit", "/reset", "/help")
 COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # /usr/bin is none
+DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, but cannot converse"
 
 
@@ -64,9 +66,10 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 @dataclass(slots=True)
 class ChatReply:
-    """One answer, which grows; Ctrl-C ends it as far as it has come."""
+    """One answer, which grows; Ctrl-C ends it as far as it has come. ``thought``: None if the model's format has none."""
 
     text: str = ""
+    thought: str | None = None
     num_tokens: int = 0
     finish: FinishReason = FinishReason.ABORT
 
@@ -174,22 +177,52 @@ class _Chat:
             task.result()  # raises the error, if there was one
 
     async def _answer(self, prompt_ids: tuple[int, ...], answer: ChatReply) -> None:
-        decoder = self._tokenizer.decoder(is_text_start=True)
+        tokenizer, form = self._tokenizer, self._conversation.prompt.reasoning_format
+        reader: _TextReader | ReasoningParser = _TextReader(tokenizer)
+        if form is not None:
+            reader = ReasoningParser(form, tokenizer, is_open=is_open_after(form, tokenizer, prompt_ids))
+            answer.thought = ""
         async with aclosing(self._engine.router.generate([SequenceRequest(prompt_ids, self._sampling)])) as batches:
             async for batch in batches:
-                finish = batch.events[-1].finish
-                piece = "".join(decoder.push(event.token_id) for event in batch.events) + (decoder.finish() if finish else "")
-                answer.text += piece
+                answer.finish = batch.events[-1].finish or answer.finish
                 answer.num_tokens += len(batch.events)
-                answer.finish = finish or answer.finish
-                if not self._as_json:
-                    print(sanitize(piece), end="", flush=True)
+                for event in batch.events:
+                    self._show(reader.push(event.token_id), answer)
+                if batch.events[-1].finish:
+                    self._show(reader.finish(), answer)
+
+    def _show(self, split: Split, answer: ChatReply) -> None:
+        """Add what a token adds to an answer and print it; thoughts only in a terminal, dimmed and before a blank line."""
+        in_terminal = self._interrupts is not None
+        if split.thought:
+            answer.thought = (answer.thought or "") + split.thought
+            if in_terminal and not self._as_json:
+                print(f"{DIM}{sanitize(split.thought)}{NOT_DIM}", end="", flush=True)
+        if split.content:
+            after_thought = "\n\n" if in_terminal and answer.thought and not answer.text else ""
+            answer.text += split.content
+            if not self._as_json:
+                print(after_thought + sanitize(split.content), end="", flush=True)
+
+
+class _TextReader:
+    """Turns the tokens of an answer without thoughts into text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decoder = tokenizer.decoder(is_text_start=True)
+
+    def push(self, token_id: int) -> Split:
+        return Split(self._decoder.push(token_id), "", ())
+
+    def finish(self) -> Split:
+        return Split(self._decoder.finish(), "", ())
 
 
 def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
     return json.dumps(
         {
             "text": answer.text,
+            **({} if answer.thought is None else {"reasoning": answer.thought}),
             "finish_reason": answer.finish.value,
             "prompt_tokens": len(prompt_ids),
             "completion_tokens": answer.num_tokens,

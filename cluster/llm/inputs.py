@@ -9,15 +9,17 @@ from typing import Any
 
 from tramontane.proto import request
 from tramontane.proto.errors import RequestError
+from tramontane.router.openai.choice_text import ChatDetokenizer
 from tramontane.router.openai.request_fields import parse_stops
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, Thought, with_thoughts
 from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer, require_tokenizer
+from tramontane.router.tokenization.reasoning_parser import ReasoningParser, is_open_after
 from tramontane.router.tokenization.tokenizer import encode_prompt
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 ROLES = ("system", "user", "assistant")
-MESSAGE = f'{{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}'
+MESSAGE = f'{{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}; an answer may have its "reasoning" too'
 MAX_COMPLETIONS = 1024  # per prompt
 _DEFAULTS = {field.name: field.default for field in fields(request.SamplingParams) if not isinstance(field.default, str | tuple)}
 
@@ -91,6 +93,13 @@ class PromptEncoder:
         ids = self._template.encode([_to_chat_message(message, name) for message in messages])
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
 
+    def answer_text(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> ChatDetokenizer:
+        """Return what turns the answer to an encoded conversation into its text and its thoughts."""
+        form, thoughts = self._template and self._template.reasoning_format, None
+        if form and self.tokenizer:
+            thoughts = ReasoningParser(form, self.tokenizer, is_open=is_open_after(form, self.tokenizer, prompt_ids))
+        return ChatDetokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, thoughts=thoughts)
+
 
 def as_prompts(given: Any) -> list[Prompt]:  # noqa: ANN401 - what a program gives is checked
     """Return a list of prompts, where one text or one list of token ids is one prompt. Raises RequestError."""
@@ -116,8 +125,9 @@ def is_list(value: object) -> bool:
 def _to_chat_message(message: Message, name: str) -> ChatMessage:
     if isinstance(message, ChatMessage):
         return message
-    if isinstance(message, Mapping) and len(message) == 2:
-        role, content = message.get("role"), message.get("content")
-        if role in ROLES and isinstance(content, str):
-            return ChatMessage(role, content)  # type: ignore[arg-type] # one of ROLES
+    if isinstance(message, Mapping) and {"role", "content"} <= message.keys() <= {"role", "content", "reasoning"}:
+        role, content, thought = message["role"], message["content"], message.get("reasoning", "")
+        if role in ROLES and isinstance(content, str) and isinstance(thought, str) and (not thought or role == "assistant"):
+            thoughts = (Thought(thought),) if thought else ()
+            return with_thoughts(role, (*thoughts, content))  # type: ignore[arg-type] # one of ROLES
     raise RequestError(f"{name} has {reprlib.repr(message)}; a message must be {MESSAGE}")

@@ -20,7 +20,7 @@ from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, Sampli
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
 from tramontane.proto.request import FinishReason, SequenceRequest
-from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class CompletionOutput:
     """One completion of a prompt. ``index`` counts the completions of the same prompt.
 
     ``text`` ends before a stop string, and ``token_ids`` with the token that completed it.
-    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty.
+    ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty. ``reasoning``: what a
+    model thought before an answer to ``chat``; it is not in ``text``.
     """
 
     index: int
@@ -44,6 +45,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,8 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
-        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. The argument ``n`` is
-        deprecated in favor of ``sampling_params.n``.
+        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. An assistant's message may
+        have its ``reasoning`` too. The argument ``n`` is deprecated in favor of ``sampling_params.n``.
 
         Raises:
             RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
@@ -161,7 +163,11 @@ class LLM:
 
             async def complete_one(prompt: int, index: int) -> _Completion:
                 choice = index if sampling.seed is not None else prompt * n + index
-                text = ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens, is_text_start=is_answer)
+                text = (
+                    self._prompts.answer_text(encoded[prompt], sampling)
+                    if is_answer
+                    else ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens)
+                )
                 spec = SequenceRequest(encoded[prompt], sampling.of_choice(choice))
                 output = await _completion(engine, text, spec, index)
                 progress.advance(bar)
@@ -219,7 +225,9 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     ours = [logprobs[position] for position in sorted(logprobs)]
     num_prompt = sum(position < len(spec.prompt_ids) for position in logprobs)
     own = ours[num_prompt:][: len(token_ids)]
-    return CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own)), tuple(ours[:num_prompt])
+    reasoning = text.take_reasoning() if isinstance(text, ChatDetokenizer) else ""
+    output = CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning)
+    return output, tuple(ours[:num_prompt])
 
 
 @contextmanager

@@ -60,19 +60,31 @@ function take(event, progress) {
   progress.usage = event.usage ?? progress.usage;
   for (const choice of event.choices) {
     const text = choice.text ?? choice.delta?.content ?? "";
+    const thought = choice.delta?.reasoning_content ?? "";
     progress.finish = choice.finish_reason ?? progress.finish;
-    if (!text) continue;
+    if (!text && !thought) continue;
     progress.first ??= performance.now();
-    append(text);
+    if (thought) append(thought, thoughtBlock());
+    if (text) append(text, part("answer"));
     showStatus(`First token after ${seconds((progress.first - progress.begun) / 1000)} …`);
   }
 }
 
+/** Returns the block of the thought that grows at the end of the answer; a new one after other text. */
+function thoughtBlock() {
+  const last = part("answer").lastChild;
+  if (last?.className === "thought") return last;
+  const block = document.createElement("span");
+  block.className = "thought";
+  part("answer").append(block);
+  return block;
+}
+
 /** Keeps the end visible if it was visible. */
-function append(text) {
+function append(text, block) {
   const answer = part("answer");
   const isAtEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 8;
-  answer.append(text);
+  block.append(text);
   if (isAtEnd) answer.scrollTop = answer.scrollHeight;
 }
 

@@ -15,6 +15,7 @@ from scripted_token_source import ScriptedSource, http_app_for
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from thinking_models import Kind, thinking_model
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.common import node_watch as lost_nodes
@@ -69,6 +70,19 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
 }
 
+# Models that think: the answers of several choices begin at other tokens, of which the first begins a thought.
+THINKERS: dict[str, Kind] = {"thoughts": "tekken", "thoughts, stops": "tekken", "thoughts as text": "text"}
+THOUGHT = "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STOP five"
+CASES |= {
+    "thoughts": (CHAT, thinking_model("tekken").say(THOUGHT), HELLO | {"n": 2, **USAGE, "return_token_ids": True}),
+    "thoughts, stops": (CHAT, thinking_model("tekken").say(THOUGHT), HELLO | {"stop": ["STOP"], "logprobs": True, **USAGE}),
+    "thoughts as text": (
+        CHAT,
+        thinking_model("text").say(THOUGHT),
+        HELLO | {"n": 2, "stop": ["STOP"], "logprobs": True, "top_logprobs": 1, **USAGE},
+    ),
+}
+
 
 MARK = "a model"
 
@@ -78,8 +92,19 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
-def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[FailoverMiddleware, FailingIngresses]:  # noqa: ANN401
-    ingresses = FailingIngresses(http_app_for(source, MODEL, chat=FORMAT).app(), lives)
+def _ingress(source: Any, case: str = "") -> ASGIApp:  # noqa: ANN401
+    if case not in THINKERS:
+        return http_app_for(source, MODEL, chat=FORMAT).app()
+    thinker = thinking_model(THINKERS[case])
+    return http_app_for(source, thinker.model, chat=thinker.chat).app()
+
+
+def _relayed(
+    source: Any,  # noqa: ANN401
+    lives: tuple[int, ...] = (),
+    case: str = "",
+) -> tuple[FailoverMiddleware, FailingIngresses]:
+    ingresses = FailingIngresses(_ingress(source, case), lives)
     return FailoverMiddleware(ingresses, DeadNodeWatcher(set)), ingresses
 
 
@@ -95,10 +120,10 @@ async def _check(case: str, lives: tuple[int, ...], *, stream: bool) -> int:
     """Returns how many messages an undisturbed answer has."""
     path, token_ids, body = CASES[case]
     body = body | {"stream": True} if stream else {name: body[name] for name in body if name != "stream_options"}
-    immortal, _ = _relayed(ResumableSource(token_ids))
+    immortal, _ = _relayed(ResumableSource(token_ids), case=case)
     undisturbed = await post_json(immortal, path, body)
     source = ResumableSource(token_ids)
-    relay, ingresses = _relayed(source, lives)
+    relay, ingresses = _relayed(source, lives, case)
     client = await post_json(relay, path, body)
     assert client.is_answered
     assert client.status == undisturbed.status == 200
@@ -162,10 +187,11 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(case: str, monk
     body = {name: body[name] for name in body if name != "stream_options"}
 
     async def scenario() -> None:
-        undisturbed = await post_json(_relayed(ResumableSource(token_ids))[0], path, body)
-        for lives in ((), (1,), (2,), (1, 2), *([(15,), (8, 20)] if case == "tools" else [])):  # where calls are known already
+        undisturbed = await post_json(_relayed(ResumableSource(token_ids), case=case)[0], path, body)
+        later = [(15,), (8, 20)] if case == "tools" or case in THINKERS else []  # where calls and thoughts are known already
+        for lives in ((), (1,), (2,), (1, 2), *later):
             source = Counting(token_ids)
-            ingresses = FailingIngresses(NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
+            ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)
             client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body)
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)

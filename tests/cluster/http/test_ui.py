@@ -1,6 +1,7 @@
 """The page at /ui, in a browser, with a real API server and simulated pipelines. One browser for all."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -187,6 +188,21 @@ def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(ui: UiHarnes
     expect(page.locator("#answer")).to_have_text(SAID)
     expect(page.locator("#answer-status")).to_contain_text("8 tokens, first after")
     assert ui.complaints == []
+
+
+def test_a_thought_is_shown_in_a_block_of_its_own(ui: UiHarness) -> None:
+    page = ui.page()
+    deltas = [{"reasoning_content": "17 * 20", "reasoning": "17 * 20"}, {"reasoning_content": " + 51"}, {"content": "391"}]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(
+        re.compile("/v1/chat/completions$"),
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=stream),
+    )
+    page.locator("label:has(input[value=chat])").click()
+    page.click("#send")
+    expect(page.locator("#answer")).to_have_text("17 * 20 + 51391")
+    expect(page.locator("#answer .thought")).to_have_text("17 * 20 + 51")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
 from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.grammar import Function, ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
+from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.tokenization.chat import ToolFormat
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
-CALLS, ARGS = 256, 257  # control tokens, after a token for every byte
+CALLS, ARGS, THINK, END_THINK = 256, 257, 258, 259  # control tokens, after a token for every byte
 LIST, BY_NAME = ToolFormat(CALLS), ToolFormat(CALLS, ARGS)
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "additionalProperties": False}
 WEATHER = {"name": "weather", "parameters": CITY | {"$defs": {"city": {"enum": ["Paris", "Rome"]}}}, "strict": True}
@@ -30,8 +32,8 @@ class _Bytes:
 
     eos_token_id = bos_token_id = None
     is_tokenizer_wrapper = True
-    tokens = (*(bytes([i]) for i in range(256)), b"[CALLS]", b"[ARGS]")
-    special_token_ids = (CALLS, ARGS)
+    tokens = (*(bytes([i]) for i in range(256)), b"[CALLS]", b"[ARGS]", b"[THINK]", b"[/THINK]")
+    special_token_ids = (CALLS, ARGS, THINK, END_THINK)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -144,6 +146,71 @@ def test_an_answer_by_its_schema_or_calls() -> None:
     assert not _takes(grammar, "text")
     required = build_grammar(_format({"type": "integer"}), _tools(TIME), "required", LIST)
     assert not _takes(required, "17")
+
+
+MARKERS = {
+    "Mistral's": ReasoningFormat("[THINK]", "[/THINK]", THINK, END_THINK),
+    "tokens": ReasoningFormat("<think>", "</think>", THINK, END_THINK, trims=True),
+    "text": ReasoningFormat("<think>", "</think>", trims=True),
+}
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_an_answer_by_its_schema_follows_a_thought_that_says_anything(kind: str) -> None:
+    form = MARKERS[kind]
+    begin, end = (form.begin_id or form.begin, form.end_id or form.end)
+    schema = _format(
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+    )
+    grammar = build_grammar(schema, thoughts=ThoughtRules(form, is_open=False))
+    for said in (
+        ('{"a": "x"}',),
+        (begin, 'It is {"a": 1}, \u00e9\n\n< or >.', end, '{"a": "x"}'),
+        (begin, end, ' {"a": "x"}'),
+        *([(begin, "a\n", end, '\n\n{"a": "x"}')] if form.trims else []),
+    ):
+        assert _takes(grammar, *said), said
+    for said in (
+        (begin, "a", end),
+        (begin, "a", end, '{"a": 1}'),
+        (begin, "a", end, "text"),
+        (begin, '{"a": "x"}'),
+        ("a", end, '{"a": "x"}'),
+        ('{"a": "x"}', begin, end),
+        (begin, "a", end, begin, "b", end, '{"a": "x"}'),
+    ):
+        assert not _takes(grammar, *said), said
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_grammar_may_begin_inside_a_thought(kind: str) -> None:
+    form = MARKERS[kind]
+    end = form.end_id or form.end
+    grammar = build_grammar(_format({"type": "integer"}), thoughts=ThoughtRules(form, is_open=True))
+    assert _takes(grammar, "17 and a < b", end, "17")
+    assert _takes(grammar, end, "17")
+    assert not _takes(grammar, "17")
+    assert not _takes(grammar, "17", end, "text")
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_calls_follow_a_thought(kind: str) -> None:
+    form = MARKERS[kind]
+    begin, end = (form.begin_id or form.begin, form.end_id or form.end)
+    thoughts, call = ThoughtRules(form, is_open=False), (CALLS, "time", ARGS, "{}")
+    required = build_grammar(None, _tools(TIME), "required", BY_NAME, thoughts=thoughts)
+    assert _takes(required, begin, "I need the time.", end, *call, *call)
+    assert _takes(required, *call)
+    assert not _takes(required, begin, "I need the time.", end)
+    assert not _takes(required, begin, "I need ", *call)
+    free = build_grammar(None, _tools(TIME), None, BY_NAME, thoughts=thoughts)
+    for said in ((begin, "a", end, "Text.", *call), (begin, "a", end, "Text."), (begin, "a", end), ("Text.", *call)):
+        assert _takes(free, *said), said
+    assert not _takes(free, *call, begin, "a", end)
+    either = build_grammar(_format({"type": "integer"}), _tools(TIME), "auto", BY_NAME, thoughts=thoughts)
+    assert _takes(either, begin, "a", end, "17")
+    assert _takes(either, begin, "a", end, *call)
+    assert not _takes(either, begin, "a", end, "text")
 
 
 def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:

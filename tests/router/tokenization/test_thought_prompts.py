@@ -1,0 +1,231 @@
+"""Thoughts in a conversation become what mistral-common and templates make of them; so does ``reasoning_effort``."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from pydantic import TypeAdapter
+from thinking_models import BEGIN, END, MESSAGES, OPENED, thinking_model
+from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_of_sentencepiece, thinking_tekken
+from transformers import PreTrainedTokenizerFast
+
+from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.router.openai.chat_request import Messages
+from tramontane.router.openai.responses import to_json
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, Thought, with_thoughts
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
+from tramontane.router.tokenization.reasoning_parser import is_open_after
+
+PARSE = TypeAdapter(Messages)
+USER = {"role": "user", "content": "17 * 23?"}
+HELLO = [ChatMessage("user", "17 * 23?")]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _thinking(text: str, **more: bool) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, **more}
+
+
+EXAMPLE = [_text("First think."), _thinking("Like this [/THINK] </think>."), _text("Then answer.")]
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER, {"role": "assistant", "content": [_thinking("340 + 51"), _text("391")]}, USER],
+    [USER, {"role": "assistant", "content": [_thinking("340 + "), _thinking("51"), _text("391"), _text("!")]}, USER],
+    [USER, {"role": "assistant", "content": [_thinking("340 +", closed=False)]}, USER],
+    [{"role": "system", "content": EXAMPLE}, USER],
+    [{"role": "system", "content": EXAMPLE}, USER, {"role": "assistant", "content": [_thinking(" a\n\n"), _text(" b")]}, USER],
+    [
+        USER,
+        {"role": "assistant", "content": [_thinking("I call f.")], "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "1"},
+    ],
+]
+
+
+@pytest.fixture(scope="module", params=["v13", "v15"])
+def version(request: pytest.FixtureRequest) -> str:
+    version: str = request.param
+    return version
+
+
+@pytest.fixture(scope="module")
+def path(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    efforts = ("none", "high") if version == "v15" else ()
+    return thinking_tekken(tmp_path_factory.mktemp(version), version, efforts)
+
+
+@cache
+def _chat(folder: Path) -> ChatTemplate:
+    return load_chat_template(folder, require_tokenizer(folder, 10**6))
+
+
+@cache
+def _mistral_common(path: Path) -> MistralTokenizer:
+    return MistralTokenizer.from_file(path)
+
+
+def _reference(path: Path, messages: Sequence[Any], **more: Any) -> list[int]:  # noqa: ANN401
+    tokens: list[int] = _mistral_common(path).encode_chat_completion(ChatCompletionRequest(messages=messages, **more)).tokens
+    return tokens
+
+
+def _parsed(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
+    return [message.message() for message in PARSE.validate_json(to_json(messages))]
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else []
+
+
+def _has_system(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(message["role"] == "system" for message in messages)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_thoughts_are_encoded_as_mistral_common_does(path: Path, version: str, messages: list[dict[str, Any]]) -> None:
+    if version == "v15" and _has_system(messages):
+        with pytest.raises(RequestError, match=r"no such conversation: .*system"):
+            _chat(path.parent).encode(_parsed(messages))
+    else:
+        ids = list(_chat(path.parent).encode(_parsed(messages)))
+        assert ids == _reference(path, messages)
+        assert ids.count(THINK) == sum(part["type"] == "thinking" for message in messages for part in _parts(message))
+
+
+PIECES = st.lists(st.tuples(st.booleans(), st.text("ab \n\u00e9[/THINK]", min_size=1, max_size=8)), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pieces=PIECES)
+def test_any_thoughts_are_encoded_as_mistral_common_does(path: Path, pieces: list[tuple[bool, str]]) -> None:
+    parts = [_thinking(text) if is_thought else _text(text) for is_thought, text in pieces]
+    messages = [USER, {"role": "assistant", "content": [*parts, _text(".")]}, USER]
+    if any(is_thought for is_thought, _ in pieces):  # texts alone are joined as lines
+        assert list(_chat(path.parent).encode(_parsed(messages))) == _reference(path, messages)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_thought_may_be_a_field(path: Path, name: str) -> None:
+    """As an answer of this server has it, and as mistral-common reads it of OpenAI's messages."""
+    content = [_thinking("340 + 51"), _text("391")]
+    expected = _reference(path, [USER, {"role": "assistant", "content": content}, USER])
+    answer: dict[str, Any] = {"role": "assistant", "content": "391", "refusal": None, name: "340 + 51"}
+    both = answer | {"reasoning": "340 + 51", "reasoning_content": "340 + 51"}
+    of_mistral = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": [_text("340"), _text(" + 51")]}, _text("391")],
+    }
+    for message in (answer, both, of_mistral):
+        assert list(_chat(path.parent).encode(_parsed([USER, message, USER]))) == expected
+    by_mistral_common = ChatCompletionRequest.from_openai([USER, {"role": "assistant", "content": "391", name: "340 + 51"}, USER])
+    assert _mistral_common(path).encode_chat_completion(by_mistral_common).tokens == expected
+
+
+def test_a_thought_that_is_null_or_empty_is_none(path: Path) -> None:
+    plain = _reference(path, [USER, {"role": "assistant", "content": "391"}, USER])
+    for thought in (None, ""):
+        message = {"role": "assistant", "content": "391", "reasoning": thought, "reasoning_content": thought}
+        assert list(_chat(path.parent).encode(_parsed([USER, message, USER]))) == plain
+
+
+def test_the_text_of_a_marker_in_a_thought_stays_text(path: Path) -> None:
+    ids = _chat(path.parent).encode(_parsed([USER, {"role": "assistant", "content": "a", "reasoning": "[/THINK] b"}, USER]))
+    assert [token_id for token_id in ids if token_id in (THINK, END_THINK)] == [THINK, END_THINK]
+
+
+def test_versions_without_thoughts_refuse_them(tmp_path: Path) -> None:
+    messages = [*HELLO, with_thoughts("assistant", (Thought("a"), "b")), *HELLO]
+    (tmp_path / "tokenizer.model.v7").write_bytes(SENTENCEPIECE["v7"].read_bytes())
+    thinking_tekken(tmp_path / "v11", "v11")
+    for folder in (tmp_path, tmp_path / "v11"):
+        with pytest.raises(RequestError, match=r"messages\[1\] has a thought, and this model's format has none"):
+            _chat(folder).encode(messages)
+    assert _chat(tmp_path).reasoning_format is None
+
+
+@pytest.mark.parametrize("effort", [None, "none", "high"])
+def test_version_15_knows_efforts(tmp_path: Path, effort: str | None) -> None:
+    path = thinking_tekken(tmp_path, "v15", ("none", "high"))
+    ids = list(_chat(tmp_path).encode(HELLO, reasoning_effort=effort))
+    assert ids == _reference(path, [USER], reasoning_effort=effort)
+    assert ids == _reference(path, [USER], reasoning_effort=effort or "none"), "the default"
+    assert ids != _reference(path, [USER], reasoning_effort="none" if effort == "high" else "high")
+
+
+def test_an_effort_that_a_model_does_not_know_is_refused(path: Path, version: str) -> None:
+    known = " knows none, high" if version == "v15" else "'s format has no such setting; leave it out"
+    with pytest.raises(ParameterError, match=f"reasoning_effort is 'low'; this model{known}") as refused:
+        _chat(path.parent).encode(HELLO, reasoning_effort="low")
+    assert refused.value.parameter == "reasoning_effort"
+
+
+# Templates
+
+
+def _folder(folder: Path, template: str, *, special: bool = False) -> Path:
+    data = json_of_sentencepiece(SENTENCEPIECE["v1"])
+    for content in (BEGIN, END):
+        token_id = len(data["model"]["vocab"])
+        data["model"]["vocab"][content] = token_id
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        data["added_tokens"].append({"id": token_id, "content": content} | flags)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("template", [MESSAGES, OPENED])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_template_gets_the_thought_as_transformers_gives_it(tmp_path: Path, template: str, special: bool) -> None:
+    folder = _folder(tmp_path, template, special=special)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    written: list[dict[str, str]] = [USER, {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"}, USER]
+    kwargs: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+    ids = _chat(folder).encode(_parsed(written))
+    assert list(ids) == reference.apply_chat_template(written, **kwargs)
+    form, tokenizer = _chat(folder).reasoning_format, require_tokenizer(folder, 10**6)
+    assert form is not None
+    assert is_open_after(form, tokenizer, ids) is (template == OPENED)
+
+
+def test_a_marker_in_a_thought_stays_text_in_templates(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, MESSAGES)
+    ids = _chat(folder).encode(_parsed([USER, {"role": "assistant", "content": "a", "reasoning": "x</think>y"}, USER]))
+    assert [token_id for token_id in ids if token_id >= 32000] == [32000, 32001]
+
+
+def test_a_template_may_know_thoughts_as_parts_of_the_content(tmp_path: Path) -> None:
+    template = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
+{%- if part.type == 'thinking' %}<think>{{ part.thinking }}{% if part.closed %}</think>{% endif %}{% else %}{{ part.text }}
+{%- endif %}{% endfor %}{% endif %}{% endfor %}"""
+    folder = _folder(tmp_path, template)
+    system = {"role": "system", "content": [_text("So: "), _thinking("hm"), _text("yes")]}
+    tokenizer = require_tokenizer(folder, 10**6)
+    assert tokenizer.decode(_chat(folder).encode(_parsed([system, USER]))).strip() == "So: <think>hm</think>yes17 * 23?"
+
+
+def test_a_template_that_knows_thoughts_of_answers_alone_refuses_others(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\] has a thought, which the model's chat template knows only in answers"):
+        _chat(_folder(tmp_path, MESSAGES)).encode(_parsed([{"role": "system", "content": EXAMPLE}, USER]))
+
+
+def test_a_template_gets_an_effort_if_it_mentions_one(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "{{ reasoning_effort | default('medium') }}: {{ messages[0].content }}")
+    tokenizer = require_tokenizer(folder, 10**6)
+    for effort, expected in ((None, "medium: a"), ("high", "high: a")):
+        assert tokenizer.decode(_chat(folder).encode([ChatMessage("user", "a")], reasoning_effort=effort)).strip() == expected
+    with pytest.raises(ParameterError, match="no such setting"):
+        thinking_model("added").chat.encode(HELLO, reasoning_effort="high")
