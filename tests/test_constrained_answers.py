@@ -10,6 +10,7 @@ import pytest
 from harness import random_ids, scheduler_for
 from json_schemas import Schema, random_schema
 from jsonschema import Draft202012Validator
+from thinking_models import SpelledTokenizer
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import TokenPieceLoader
@@ -21,7 +22,9 @@ from tramontane.proto.request import FinishReason, SamplingParams, SequenceReque
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.grammar import ResponseFormat, build_grammar
+from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser
 
 NUM_SCHEMAS, MAX_TOKENS = 200, 64
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
@@ -29,9 +32,9 @@ PIECES = tuple(chr(32 + i).encode() for i in range(95))  # of the tiny model, wh
 Answers = list[tuple[tuple[int, ...], FinishReason]]
 
 
-def _grammar(schema: Schema) -> str:
+def _grammar(schema: Schema, thoughts: ThoughtRules | None = None) -> str:
     named = {"name": "answer", "schema": schema}
-    return build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": named}))
+    return build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": named}), thoughts=thoughts)
 
 
 def _run(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence[SequenceRequest]) -> Answers:
@@ -129,6 +132,32 @@ def test_answers_are_the_same_however_they_are_cut() -> None:
             assert finish is STOP
             Draft202012Validator(NUMBERS if i % 3 == 1 else RHYMES).validate(json.loads(_text(ids)))
     assert [finish for _, finish in outcomes[0]].count(STOP) >= 4
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_thought_is_free_and_the_answer_after_it_follows_its_schema(is_open: bool) -> None:
+    """A biased model thinks, says anything there, and ends the thought; JSON follows. "^" and "`" are markers."""
+    begin, end = PIECES.index(b"^"), PIECES.index(b"`")
+    pieces = tuple(b"" if token_id in (begin, end) else piece for token_id, piece in enumerate(PIECES))
+    form = ReasoningFormat("[THINK]", "[/THINK]", begin, end)
+    args = tiny_args(window=None, moe=False)
+    plan = tiny_plan(args)
+    chain = LocalStageChain(split_model(random_model(args), plan, lambda: pieces))
+    grammar = _grammar(NUMBERS, ThoughtRules(form, is_open))
+    sampling = SamplingParams(60, 1.0, seed=3, grammar=grammar, logit_bias=((begin, 4.0), (end, 2.0)))
+    specs = [SequenceRequest(tuple(random_ids(12, i)), replace(sampling, choice=i)) for i in range(12)]
+    answers = _run(chain, scheduler_for(plan), specs)
+    chain.close()
+    thoughts = []
+    for ids, finish in answers:
+        parser = ReasoningParser(form, SpelledTokenizer(pieces), is_open=is_open, only_first=True)
+        splits = [parser.push(token_id) for token_id in ids] + [parser.finish()]
+        thoughts.append("".join(split.thought for split in splits))
+        assert ids.count(end) <= 1
+        if finish is STOP:
+            Draft202012Validator(NUMBERS).validate(json.loads("".join(split.content for split in splits)))
+            assert is_open <= (end in ids)
+    assert sum(finish is STOP and len(thought) > 2 for (_, finish), thought in zip(answers, thoughts, strict=True)) >= 4
 
 
 def _broken_pieces() -> tuple[bytes, ...]:

@@ -1,6 +1,7 @@
 """Models that think, as an API server knows them: with markers that are tokens, added tokens or plain text."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,20 @@ class ThinkingModel:
             for index, piece in enumerate(part.split(END)):
                 ids += [form.end_id] * (index > 0) + list(self.text_ids(piece) if piece else ())
         return tuple(ids)
+
+
+class SpelledTokenizer(Tokenizer):
+    """A tokenizer of these pieces, one id each; it encodes nothing."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__((*pieces, b"."), frozenset(), strips_space=False)
+
+    def control_id(self, name: str) -> int | None:
+        """Return None: no piece is a control token."""
+        return None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        raise NotImplementedError
 
 
 @cache

@@ -27,6 +27,8 @@ from tramontane.cluster.pipeline.engine import Engine, Report, open_engine
 from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser
 from tramontane.workers.model.transformer import StageModel
 
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
@@ -107,6 +109,30 @@ def test_answers_are_what_the_model_says_to_the_conversation(
         assert answer["text"] == "".join(map(decoder.push, tokens)) + decoder.finish()
         assert (answer["prompt_tokens"], answer["completion_tokens"]) == (len(ids), len(tokens))
         messages.append(ChatMessage("assistant", answer["text"]))
+
+
+def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
+    chat: Chat, model: Path, weights: StageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens of the answer are taken for markers."""
+    tokenizer = require_tokenizer(model, 300)
+    prompt = load_chat_template(model, tokenizer)
+    ids = prompt.encode([ChatMessage("user", "The quick")])
+    tokens = greedy(dict(weights.state_dict()), ARGS, list(ids), 8).token_ids
+    begin = next(at for at in range(1, 5) if tokens[at] not in tokens[:at])
+    end = next(at for at in range(begin + 2, 8) if tokens[at] not in tokens[:at])
+    form = ReasoningFormat("[THINK]", "[/THINK]", tokens[begin], tokens[end])
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    parser = ReasoningParser(form, tokenizer)
+    splits = [parser.push(token_id) for token_id in tokens] + [parser.finish()]
+    code, out, err = chat("The quick", "brown", flags=("--json",))
+    assert code == 0, err
+    first, second = _answers(out)
+    assert first["reasoning"] == "".join(split.thought for split in splits) != ""
+    assert first["text"] == "".join(split.content for split in splits)
+    conversation = [ChatMessage("user", "The quick"), ChatMessage("assistant", first["text"]), ChatMessage("user", "brown")]
+    assert second["prompt_tokens"] == len(prompt.encode(conversation))
+    assert chat("The quick")[1] == f"{first['text']}\n", "answers alone are printed where there is no terminal"
 
 
 def test_the_cache_is_for_one_conversation_of_any_length(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,8 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(case: str, monk
 
     async def scenario() -> None:
         undisturbed = await post_json(_relayed(ResumableSource(token_ids), case=case)[0], path, body)
-        later = [(15,), (8, 20)] if case == "tools" or case in THINKERS else []  # where calls and thoughts are known already
+        # Where calls and thoughts are known already.
+        later = {"tools": [(15,), (8, 20)], **dict.fromkeys(THINKERS, [(7,), (5, 4)])}.get(case, [])
         for lives in ((), (1,), (2,), (1, 2), *later):
             source = Counting(token_ids)
             ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)

@@ -14,8 +14,9 @@ import uvicorn
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel, SecretStr
-from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, http_app_for
-from tokenizer_files import SENTENCEPIECE
+from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, client_for, http_app_for
+from thinking_models import thinking_model
+from tokenizer_files import END_THINK, SENTENCEPIECE, THINK
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.proto.errors import OverloadedError, PipelineError
@@ -262,6 +263,38 @@ def test_answers_in_json(server: Server) -> None:
     assert server.source.requested[1][0].sampling.grammar
     server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
     assert not server.source.requested[2][0].sampling.grammar
+
+
+def test_thoughts_are_read_as_clients_of_deepseek_and_vllm_read_them() -> None:
+    """By fields that the client's types do not have; an answer is sent back as it is."""
+    thinker = thinking_model("tekken")
+    source = ScriptedSource(thinker.say("<think>340 + 51</think>391"))
+    app = http_app_for(source, thinker.model, chat=thinker.chat).app()
+
+    async def scenario() -> None:
+        http_client = client_for(app)
+        async with AsyncOpenAI(api_key=KEY, base_url="http://ingress/v1", max_retries=0, http_client=http_client) as client:
+            messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "17 * 23?"}]
+            answer = await client.chat.completions.create(model="thinker", messages=messages)
+            message: Any = answer.choices[0].message
+            assert (message.content, message.reasoning_content, message.reasoning) == ("391", "340 + 51", "340 + 51")
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens_details is not None
+            num_thought = 2 + len(thinker.text_ids("340 + 51"))
+            assert answer.usage.completion_tokens_details.reasoning_tokens == num_thought
+            stream = await client.chat.completions.create(
+                model="thinker", messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+            *chunks, last = [chunk async for chunk in stream]
+            deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
+            assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "340 + 51"
+            assert "".join(delta.content or "" for delta in deltas) == "391"
+            assert last.usage == answer.usage
+            await client.chat.completions.create(model="thinker", messages=[*messages, message, *messages])
+            sent_back = source.requested[-1][0].prompt_ids
+            assert [token_id for token_id in sent_back if token_id in (THINK, END_THINK)] == [THINK, END_THINK]
+
+    asyncio.run(scenario())
 
 
 # Errors

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,9 @@ from tramontane.cluster.config.engine_keys import DEMO_MODEL
 from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
 from tramontane.proto import request
 from tramontane.proto.errors import CheckpointError, ConfigError, PipelineError, RequestError
+from tramontane.router.tokenization.loader import require_tokenizer
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = ["ROMEO:", "To be, or not to be"]
@@ -159,6 +162,31 @@ def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
     assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].token_ids == answer.outputs[0].token_ids
 
 
+def test_thoughts_of_an_answer_are_apart_from_its_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens of the demo model's answer are taken for markers."""
+    messages = [{"role": "user", "content": "Who are you?"}]
+    [plain] = llm.chat(messages, GREEDY)
+    ids = plain.outputs[0].token_ids
+    assert plain.outputs[0].reasoning == ""
+    begin = 2
+    end = next(at for at in range(begin + 3, len(ids)) if ids[at] not in ids[:at])
+    form = ReasoningFormat("[THINK]", "[/THINK]", ids[begin], ids[end])
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    [answer] = llm.chat(messages, GREEDY)
+    [output] = answer.outputs
+    assert output.token_ids == ids
+    tokenizer = require_tokenizer(DEMO_MODEL, 10**6)
+
+    def text(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(tuple(token_id for token_id in token_ids if token_id not in (form.begin_id, form.end_id)))
+
+    assert output.reasoning.strip() == text(ids[begin:end]).strip()
+    assert output.text.replace(" ", "") == text((*ids[:begin], *ids[end:])).replace(" ", "")
+    assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].reasoning == "", "a completion is text"
+    with pytest.raises(RequestError, match=r"messages\[1\] has a thought"):
+        llm.chat([*messages, {"role": "assistant", "content": "x", "reasoning": "y"}, *messages])
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -184,6 +212,8 @@ def test_what_cannot_be_generated_from_is_refused_by_its_number(llm: LLM, prompt
         [{"role": "user"}],
         [{"role": "user", "content": 1}],
         [{"role": "user", "content": "x", "name": "Ann"}],
+        [{"role": "user", "content": "x", "reasoning": "y"}],
+        [{"role": "assistant", "content": "x", "reasoning": 1}],
     ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, str]]) -> None:

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thinking_models import SpelledTokenizer
 from tokenizer_files import END_THINK, SENTENCEPIECE, THINK, json_of_sentencepiece, thinking_tekken
 
 from tramontane.router.tokenization.backends import HfTokenizer, TekkenTokenizer
@@ -24,20 +25,6 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 TEXT_MARKERS = ReasoningFormat(BEGIN, END, trims=True)
-
-
-class _Pieces(Tokenizer):
-    """A tokenizer of these pieces, one id each."""
-
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        super().__init__((*pieces, b"."), frozenset(), strips_space=False)
-
-    def control_id(self, name: str) -> int | None:
-        """Return None: nothing here is a control token."""
-        return None
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        raise NotImplementedError
 
 
 class _Parsed:
@@ -69,7 +56,7 @@ def _parse_text(
     text: str, cuts: Sequence[int], form: ReasoningFormat = TEXT_MARKERS, *, is_open: bool = False, only_first: bool = False
 ) -> _Parsed:
     pieces = _cut(text, cuts)
-    return _Parsed(form, _Pieces(pieces), range(len(pieces)), is_open=is_open, only_first=only_first)
+    return _Parsed(form, SpelledTokenizer(pieces), range(len(pieces)), is_open=is_open, only_first=only_first)
 
 
 def _expected(text: str, *, is_open: bool, trims: bool = True) -> tuple[str, str]:
@@ -134,7 +121,7 @@ def test_any_markers_even_such_that_overlap_split_alike_at_every_cut(
 def test_places_of_tokens_tell_thoughts_from_content(text: str, cuts: list[int], is_open: bool) -> None:
     """Tokens of one character: the content is made of those that are not in a thought, each at its place."""
     pieces = [character.encode() for character in text]
-    parsed = _Parsed(TEXT_MARKERS, _Pieces(pieces), range(len(pieces)), is_open=is_open)
+    parsed = _Parsed(TEXT_MARKERS, SpelledTokenizer(pieces), range(len(pieces)), is_open=is_open)
     of_content = [(place.offset, text[i]) for i, place in enumerate(parsed.places) if not place.in_thought]
     assert of_content == list(enumerate(parsed.content))
     several = _parse_text(text, cuts, is_open=is_open)
@@ -212,7 +199,7 @@ def test_formats_are_found() -> None:
     for tokenizer in (special, added):
         assert _form(tokenizer) == ReasoningFormat(BEGIN, END, 32000, 32001, trims=True)
         assert tokenizer.vocabulary()[32000:32002] == (b"", b""), "a grammar names them by their ids"
-    plain = _Pieces([b"a"])
+    plain = SpelledTokenizer([b"a"])
     assert find_reasoning_format(plain, "{{ messages }}") is None
     assert find_reasoning_format(plain, "{{ content.split('</think>')[-1] }}") == TEXT_MARKERS
 
@@ -276,7 +263,7 @@ def test_a_prompt_may_end_inside_a_thought(which: int) -> None:
 
 
 def test_a_prompt_may_end_inside_a_thought_whose_marker_is_text() -> None:
-    tokenizer = _Pieces([b"Hi", b"<th", b"ink>", b"\n", b"</think>"])
+    tokenizer = SpelledTokenizer([b"Hi", b"<th", b"ink>", b"\n", b"</think>"])
     assert is_open_after(TEXT_MARKERS, tokenizer, (0, 1, 2, 3))
     assert not is_open_after(TEXT_MARKERS, tokenizer, (0, 1, 2, 4, 3))
     assert not is_open_after(TEXT_MARKERS, tokenizer, (1, 2, 0))

@@ -214,7 +214,9 @@ def test_a_template_may_know_thoughts_as_parts_of_the_content(tmp_path: Path) ->
     folder = _folder(tmp_path, template)
     system = {"role": "system", "content": [_text("So: "), _thinking("hm"), _text("yes")]}
     tokenizer = require_tokenizer(folder, 10**6)
-    assert tokenizer.decode(_chat(folder).encode(_parsed([system, USER]))).strip() == "So: <think>hm</think>yes17 * 23?"
+    assert tokenizer.decode(_chat(folder).encode(_parsed([system, USER]))).strip() == "So: <think> hm</think> yes17 * 23?", (
+        "each text after a marker has the space that this tokenizer writes"
+    )
 
 
 def test_a_template_that_knows_thoughts_of_answers_alone_refuses_others(tmp_path: Path) -> None:
