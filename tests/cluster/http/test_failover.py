@@ -189,7 +189,7 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(case: str, monk
     async def scenario() -> None:
         undisturbed = await post_json(_relayed(ResumableSource(token_ids), case=case)[0], path, body)
         # Where calls and thoughts are known already.
-        later = {"tools": [(15,), (8, 20)], **dict.fromkeys(THINKERS, [(7,), (5, 4)])}.get(case, [])
+        later = {"tools": [(15,), (8, 20)], **{name: [(7,), (5, 4)] for name in THINKERS}}.get(case, [])
         for lives in ((), (1,), (2,), (1, 2), *later):
             source = Counting(token_ids)
             ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)

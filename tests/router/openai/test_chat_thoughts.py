@@ -125,7 +125,7 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=12)
     num_lost=st.integers(0, 3),
     dies_after=st.none() | st.integers(1, 12),
 )
-def test_streams_have_the_two_texts_of_whole_answers_wherever_they_are_cut_and_whoever_continues_them(
+def test_streams_have_the_two_texts_of_whole_answers_wherever_they_are_cut_and_continued(
     said: str, kind: Kind, sizes: list[int], stop: bool, logprobs: bool, num_lost: int, dies_after: int | None
 ) -> None:
     thinker = thinking_model(kind)
