@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/fim/completions"]
 
 
 class JobState(StrEnum):

@@ -14,6 +14,7 @@ REPETITION_PENALTIES = (0.01, 100.0)
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 128
 _RANGES = {  # of sampling parameters with no other condition
     "min_p": (0, 1),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
@@ -69,11 +70,12 @@ class SamplingParams:
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the prompt or the output
             has (Keskar et al., arXiv 1909.05858).
         logit_bias: (token id, number added to its logit).
-        min_tokens: no end-of-sequence token is chosen before the output has this length.
+        min_tokens: neither an end-of-sequence token nor one of ``stop_token_ids`` is chosen before the output has this length.
         logprobs: return the log-probability of each new token, and so many of the likeliest ones; None: return nothing.
             These are of the model's own distribution, before any of the steps above.
         prompt_logprobs: the same for the tokens of the prompt after the first.
         grammar: grammar of the output in llguidance's format, or empty.
+        stop_token_ids: tokens that end the output, as end-of-sequence tokens do; ``ignore_eos`` has no effect on them.
     """
 
     max_tokens: int = 128
@@ -93,6 +95,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:
@@ -120,6 +123,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to {MAX_BIAS}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} tokens; there may be at most {MAX_STOP_TOKENS}")
 
     @property
     def needs_token_counts(self) -> bool:

@@ -42,7 +42,8 @@ PACKAGES: dict[str, set[str]] = {
     "router.simulation": {"proto", "router.scheduling"},
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
-    "router.batch": {"proto", "router.openai"},
+    "router.fim": {"proto", "router.openai", "router.structured"},
+    "router.batch": {"proto", "router.openai", "router.structured"},
     "router.grpc": {"proto", "router.openai"},
     "router.client": {"proto"},
     "cluster.ray_internals": {"proto"},
@@ -59,7 +60,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cluster.http": {
         *("proto", "cluster.common", "cluster.config"),
-        *("router.batch", "router.engine", "router.openai", "router.tokenization"),
+        *("router.batch", "router.engine", "router.fim", "router.openai", "router.tokenization"),
     },
     "cluster.serve_patches": {
         *("proto", "cluster.common", "cluster.config", "cluster.http", "cluster.observability", "cluster.ray_internals"),
@@ -76,8 +77,8 @@ PACKAGES: dict[str, set[str]] = {
     "cluster.serving": {
         *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.http", "cluster.observability"),
         *("cluster.pipeline", "cluster.planning", "cluster.ray_internals", "cluster.serve_patches"),
-        *("router.batch", "router.engine", "router.grpc", "router.openai", "router.scheduling", "router.tokenization"),
-        "workers.weights",
+        *("router.batch", "router.engine", "router.fim", "router.grpc", "router.openai", "router.scheduling"),
+        *("router.tokenization", "workers.weights"),
     },
     "cluster.bench": {
         *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),

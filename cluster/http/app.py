@@ -38,11 +38,13 @@ from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, fin
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.fim.fim_completion import FimCompletion
+from tramontane.router.fim.fim_request import FimRequest, parse_fim
 from tramontane.router.openai.body_bounds import check_elements, run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
-from tramontane.router.openai.chat_request import parse_chat
+from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import parse_body, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
 from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
 from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, Version, encode_and_free
 from tramontane.router.openai.resume_state import ResumeState, no_progress
@@ -51,6 +53,7 @@ from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tramontane.router.tokenization.chat import ChatTemplate
 
 T = TypeVar("T")
+Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +122,7 @@ class HttpApp:
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/fim/completions", self.fim_completions, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -193,31 +197,48 @@ class HttpApp:
 
     async def completions(self, request: Request) -> Response:
         """Answer ``POST /v1/completions``."""
-        arrived_at = time.monotonic()
-        resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
-        source = self._source_for(request, resumed)
-        parsed = await self._parse(request, parse_completion)
-        check_model_name(self._model, parsed.model)
-        if not resumed.is_resumed:
-            source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
-        if not parsed.stream:
-            return await _whole_answer(completion, source, request)
-        return await self._stream(request, completion, source, parsed.includes_usage)
+
+        def prepare(parsed: CompletionRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[Completion]:
+            return Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
+
+        return await self._complete(request, parse_completion, prepare)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer ``POST /v1/chat/completions``."""
+
+        def prepare(parsed: ChatRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+            return ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_chat, prepare)
+
+    async def fim_completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/fim/completions``."""
+
+        def prepare(parsed: FimRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+            return FimCompletion.of_request(self._model, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_fim, prepare)
+
+    async def _complete(
+        self,
+        request: Request,
+        parse: Callable[[bytes], Body],
+        prepare: Callable[[Body, float, ResumeState], Awaitable[Completion | ChatCompletion]],
+    ) -> Response:
+        """Answer a request for tokens, whole or as a stream."""
         arrived_at = time.monotonic()
         resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
         source = self._source_for(request, resumed)
-        parsed = await self._parse(request, parse_chat)
+        parsed = await self._parse(request, parse)
         check_model_name(self._model, parsed.model)
         if not resumed.is_resumed:
-            source.check_capacity(parsed.n)
-        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
+            source.check_capacity(parsed.num_sequences)
+        answer = await prepare(parsed, arrived_at, resumed)
         if not parsed.stream:
-            return await _whole_answer(chat, source, request)
-        return await self._stream(request, chat, source, parsed.includes_usage, chat.opening)
+            return await _whole_answer(answer, source, request)
+        if isinstance(answer, ChatCompletion):
+            return await self._stream(request, answer, source, parsed.includes_usage, answer.opening)
+        return await self._stream(request, answer, source, parsed.includes_usage)
 
     def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
         """Make the request's source before its body is read.

@@ -10,7 +10,7 @@ from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.failover_response import SCOPE_RESUME, FailoverResponse
 from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/fim/completions")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before another attempt, after an ingress that was soon lost and sent no update
 QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy until then
 MAX_ATTEMPT_S = 40.0  # an ingress that refuses after longer has retried by itself, and the next one could do no more

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
+from tramontane.router.fim.fim_request import FimRequest
 from tramontane.router.openai import responses
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
@@ -48,6 +49,7 @@ ERRORS_OF_BODY = (400, 408, 413, 429)
 ERRORS_OF_MODEL = (*ERRORS_OF_BODY, 404)
 ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 503, 504)
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 16}
+FIM_EXAMPLE = {"prompt": "def add(a, b):\n    return", "suffix": "\n\nprint(add(1, 2))", "max_tokens": 16}
 LOAD_EXAMPLE = {"tokens_per_expert": [[1, 2], [3, 0]]}
 OPERATIONS: Operations = MappingProxyType(
     {
@@ -61,6 +63,14 @@ OPERATIONS: Operations = MappingProxyType(
         ),
         ("POST", "/v1/chat/completions"): Operation(
             "Answer in a conversation", responses.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
+        ),
+        ("POST", "/v1/fim/completions"): Operation(
+            "Fill in the text between a prompt and a suffix",
+            responses.ChatAnswer,
+            ERRORS_OF_TOKENS,
+            FimRequest,
+            FIM_EXAMPLE,
+            streams=True,
         ),
         ("GET", "/v1/models"): Operation("The model that is served, once for each of its names", ModelList),
         ("GET", "/v1/models/{name}"): Operation("The model that is served", Model, (404,)),

@@ -31,6 +31,7 @@ class SamplingParams(request.SamplingParams):
     Attributes:
         n: completions per prompt, from 1 to ``MAX_COMPLETIONS``.
         stop: texts, or one text, that end a completion, which does not include them.
+        stop_token_ids: a list of tokens that end a completion; its text does not include them.
     """
 
     n: int = 1
@@ -41,6 +42,9 @@ class SamplingParams(request.SamplingParams):
             value, kind = getattr(self, name), Real if isinstance(default, float) else Integral
             if not isinstance(value, kind) and (value is not None or default is not None):
                 raise RequestError(f"{name} is {value!r}; it must be a {'number' if kind is Real else 'whole number'}")
+        if not is_list(self.stop_token_ids) or not all(type(each) is int and each >= 0 for each in self.stop_token_ids):
+            raise RequestError(f"stop_token_ids is {reprlib.repr(self.stop_token_ids)}; it must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         request.SamplingParams.__post_init__(self)
         if type(self.n) is not int or not 1 <= self.n <= MAX_COMPLETIONS:  # a bool is an int, too
             raise RequestError(f"n is {self.n!r}; it must be a whole number from 1 to {MAX_COMPLETIONS}")
@@ -98,7 +102,8 @@ class PromptEncoder:
         form, thoughts = self._template and self._template.reasoning_format, None
         if form and self.tokenizer:
             thoughts = ReasoningParser(form, self.tokenizer, is_open=is_open_after(form, self.tokenizer, prompt_ids))
-        return ChatDetokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, thoughts=thoughts)
+        ids = sampling.stop_token_ids
+        return ChatDetokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, thoughts=thoughts, stop_token_ids=ids)
 
 
 def as_prompts(given: Any) -> list[Prompt]:  # noqa: ANN401 - what a program gives is checked

@@ -166,7 +166,7 @@ class LLM:
                 text = (
                     self._prompts.answer_text(encoded[prompt], sampling)
                     if is_answer
-                    else ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens)
+                    else ChoiceDetokenizer(tokenizer, sampling.stop, sampling.min_tokens, stop_token_ids=sampling.stop_token_ids)
                 )
                 spec = SequenceRequest(encoded[prompt], sampling.of_choice(choice))
                 output = await _completion(engine, text, spec, index)

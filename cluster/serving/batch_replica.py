@@ -34,6 +34,8 @@ from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage
+from tramontane.router.fim.fim_completion import FimCompletion
+from tramontane.router.fim.fim_request import FimRequest, parse_fim
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
@@ -116,7 +118,13 @@ class LineExecutor:
         self._check(request)
         return await (await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())).run(self.source)
 
-    def _check(self, request: CompletionRequest | ChatRequest) -> None:
+    async def fim_completion(self, body: bytes) -> dict[str, Any]:
+        """Return the response of ``/v1/fim/completions``."""
+        request = parse_fim(body)
+        self._check(request)
+        return await (await FimCompletion.of_request(self.model, request, time.monotonic())).run(self.source)
+
+    def _check(self, request: CompletionRequest | ChatRequest | FimRequest) -> None:
         if request.stream:
             raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
         check_model_name(self.model, request.model)
@@ -124,7 +132,11 @@ class LineExecutor:
 
 # By endpoint of a line. A new endpoint is added here and to ``router.batch.jobs.Endpoint``.
 HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
-    {"/v1/completions": LineExecutor.completion, "/v1/chat/completions": LineExecutor.chat_completion}
+    {
+        "/v1/completions": LineExecutor.completion,
+        "/v1/chat/completions": LineExecutor.chat_completion,
+        "/v1/fim/completions": LineExecutor.fim_completion,
+    }
 )
 
 

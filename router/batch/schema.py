@@ -11,8 +11,8 @@ from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import BatchError, StoredJob, StoredResult
 from tramontane.router.openai.completion_request import parse_body
-from tramontane.router.openai.request_fields import default_if_null
 from tramontane.router.openai.responses import Answer
+from tramontane.router.structured.request_model import default_if_null
 
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ParameterError
-from tramontane.proto.request import MAX_BIASES, FinishReason
+from tramontane.proto.request import MAX_BIASES, MAX_STOP_TOKENS, FinishReason
 from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.request_fields import MAX_STOPS
@@ -50,6 +50,8 @@ def _parse(request: pb.GenerateRequest | pb.ScoreRequest, **more: object) -> Com
     given["prompt"] = request.text if which == "text" else _bounded(request.token_ids.ids, MAX_ITEMS, "prompt")
     if "stop" in given:
         given["stop"] = _bounded(given["stop"], MAX_STOPS, "stop")
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = _bounded(given["stop_token_ids"], MAX_STOP_TOKENS, "stop_token_ids")
     if "logit_bias" in given:
         biases = given["logit_bias"]
         given["logit_bias"] = {str(token_id): biases[token_id] for token_id in _bounded(biases, MAX_BIASES, "logit_bias")}

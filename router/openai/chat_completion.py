@@ -20,6 +20,7 @@ from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatCh
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
+from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
@@ -44,7 +45,12 @@ class NoChatTemplate:
         return None
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        reasoning_effort: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Raise RequestError."""
         raise RequestError(self.reason)
@@ -56,6 +62,7 @@ async def encode_chat(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool],
     reasoning_effort: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
     texts = message_texts(messages)
@@ -63,8 +70,8 @@ async def encode_chat(
         if model.tokenizer is not None:
             model.tokenizer.check_length("".join(texts), model.max_model_len)
         if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
-            return template.encode(messages, reasoning_effort=reasoning_effort)
-        return await asyncio.to_thread(_encode_large, model, template, messages, tools, reasoning_effort)
+            return template.encode(messages, reasoning_effort=reasoning_effort, variables=variables)
+        return await asyncio.to_thread(_encode_large, model, template, messages, tools, reasoning_effort, variables)
     except ParameterError:
         raise
     except RequestError as error:
@@ -77,6 +84,7 @@ def _encode_large(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool],
     reasoning_effort: str | None,
+    variables: Mapping[str, Any] | None,
 ) -> tuple[int, ...]:
     """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
 
@@ -90,7 +98,7 @@ def _encode_large(
         if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
             check_elements(message.content.encode(), "the result of a tool", "messages")
     specs = [tool.model_dump(exclude_none=True) for tool in tools]
-    return template.encode(messages, specs, reasoning_effort=reasoning_effort)
+    return template.encode(messages, specs, reasoning_effort=reasoning_effort, variables=variables)
 
 
 def _detokenizer(
@@ -103,14 +111,27 @@ def _detokenizer(
         tools = ToolCallParser(tokenizer, tool_format)
     if tokenizer and form:
         thoughts = ReasoningParser(form, tokenizer, is_open=is_open, only_first=has_grammar)
-    return ChatDetokenizer(tokenizer, request.stop, request.min_tokens, tools=tools, thoughts=thoughts)
+    return ChatDetokenizer(
+        tokenizer,
+        request.stop,
+        request.min_tokens,
+        tools=tools,
+        thoughts=thoughts,
+        is_text_start=not request.continues_message,
+        stop_token_ids=request.stop_token_ids,
+        includes_stop=request.include_stop_str_in_output,
+    )
 
 
 class ChatCompletion:
     """One chat request in progress, with the interface of the ``Completion`` that it wraps."""
 
-    def __init__(self, completion: Completion, choices: Sequence[ChatDetokenizer], *, has_begun: bool) -> None:
+    def __init__(
+        self, completion: Completion, choices: Sequence[ChatDetokenizer], *, has_begun: bool, opening_text: str = ""
+    ) -> None:
         self._completion, self._choices, self._has_begun = completion, choices, has_begun
+        self._num_choices = len(choices)
+        self._opening_text = opening_text  # of the client, with which every answer begins
 
     @classmethod
     async def prepare(
@@ -126,8 +147,8 @@ class ChatCompletion:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
         tools = visible_tools(request.tools, request.tool_choice)
-        messages = [message.message() for message in request.messages]
-        ids = await encode_chat(model, template, messages, tools, request.reasoning_effort)
+        messages, variables = request.conversation(), request.chat_template_kwargs
+        ids = await encode_chat(model, template, messages, tools, request.reasoning_effort, variables)
         max_new_tokens = model.max_model_len - len(ids)
         if max_new_tokens < 1:
             raise ParameterError(
@@ -137,14 +158,15 @@ class ChatCompletion:
             )
         form = template.reasoning_format
         is_open = form is not None and model.tokenizer is not None and is_open_after(form, model.tokenizer, ids)
-        grammar = await _grammar(request, template, is_open=is_open)
+        drops_space = model.tokenizer is not None and model.tokenizer.strips_space and not request.continues_message
+        grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
         choices = [_detokenizer(model, template, request, is_open=is_open, has_grammar=bool(grammar)) for _ in range(request.n)]
         builder = ChoiceBuilder(
             choices, chat_logprobs, merge_chat_logprobs, grammar, "chatcmpl", "chat.completion.chunk", ChatChunk
         )
         completion_request, state = _to_completion_request(request, ids, max_new_tokens), resume_state or ResumeState()
         completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
-        return cls(completion, choices, has_begun=bool(state.choices))
+        return cls(completion, choices, has_begun=bool(state.choices), opening_text=request.echoed_prefix)
 
     async def run(self, source: TokenSource, report: ProgressCallback = no_progress) -> dict[str, Any]:
         """Return the whole answer, as ``Completion.run`` does."""
@@ -187,9 +209,9 @@ class ChatCompletion:
         """Return the first event, which names the role; None if the client has received it."""
         if self._has_begun:
             return None
-        delta = Delta(role="assistant", content="")
-        choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in range(len(self._choices)))
-        return self.chunk([choice.as_json() for choice in choices])
+        delta = Delta(role="assistant", content=self._opening_text)
+        choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in range(self._num_choices))
+        return self._completion.chunk([choice.as_json() for choice in choices], has_tokens=False)
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return one server-sent event."""
@@ -222,6 +244,7 @@ class ChatCompletion:
             ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in merge_deltas(choice.take_calls())
         ]
+        text = self._opening_text + text
         content = text if text or not calls else None
         fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
         if choice.can_think:
@@ -230,19 +253,21 @@ class ChatCompletion:
         return ChatChoice(**merged | {"message": message, "finish_reason": choice.finish_reason})
 
 
-async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: bool) -> str:
-    if request.response_format is None and not request.tools and request.tool_choice in (None, "none"):
+async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: bool, drops_space: bool) -> str:
+    constraint = answer_constraint(request)
+    if constraint is None and not request.tools and request.tool_choice in (None, "none"):
         return ""
     form = template.reasoning_format
     return await run_in_grammar_pool(
         lambda: build_grammar(
-            request.response_format,
+            constraint,
             request.tools,
             request.tool_choice,
             template.tool_format,
             parallel=request.parallel_tool_calls,
             num_sequences=request.n,
             thoughts=None if form is None else ThoughtRules(form, is_open),
+            drops_space=drops_space,
         )
     )
 
@@ -254,8 +279,5 @@ def _to_completion_request(request: ChatRequest, ids: tuple[int, ...], max_new_t
         prompt=(ids,),
         max_tokens=max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        stream=request.stream,
-        stream_options=request.stream_options,
-        return_token_ids=request.return_token_ids,
         **sampling,
     )

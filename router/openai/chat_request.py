@@ -1,5 +1,7 @@
-"""Chat requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
+"""Chat requests: OpenAI's fields, and those of vLLM and Mistral. Other fields are refused."""
 
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
@@ -7,14 +9,28 @@ from pydantic_core import PydanticKnownError
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import StreamOptions, Text, check_text, parse_body, unsupported_except
-from tramontane.router.openai.request_fields import SamplingFields, default_if_null
-from tramontane.router.structured.grammar import MAX_TOOLS, RequestModel, ResponseFormat, Tool, ToolChoice
+from tramontane.router.openai.completion_request import Text, check_text, parse_body
+from tramontane.router.openai.request_fields import SamplingFields
+from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
+from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
 from tramontane.router.tokenization.chat import ChatMessage, Thought, ToolCall, with_thoughts
+from tramontane.router.tokenization.template_variables import TemplateVariables
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 128
 MAX_CALLS = 128
+MEDIA = MappingProxyType(  # by the type of a part
+    {
+        **dict.fromkeys(("image_url", "input_image", "image", "image_pil", "image_embeds"), "images"),
+        **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings of sound"),
+        **dict.fromkeys(("video_url", "video"), "videos"),
+        **dict.fromkeys(("file", "input_file", "document_url"), "files"),
+    }
+)
+
+
+NO_VERBOSITY = "this model has no setting for it; leave it out, or ask for an answer's length in a message"
+NO_SAFETY_PROMPT = "this server adds no safety prompt; leave it out, and write one into a system message"
 
 
 class TextPart(RequestModel):
@@ -34,7 +50,10 @@ def _content(value: Any) -> Any:  # noqa: ANN401
 
 
 def _part_text(part: Any) -> str:  # noqa: ANN401
-    if not isinstance(part, dict) or part.get("type") != "text":
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        raise ValueError(f"the model serves text only; {MEDIA[kind]} are not supported")
+    if kind != "text":
         raise ValueError("only parts of the type text are supported")
     if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
         raise ValueError('a part must be as {"type": "text", "text": "..."}')
@@ -88,11 +107,11 @@ class SystemMessage(RequestModel):
 
     role: Literal["system", "developer"]
     content: ThoughtfulContent
-    name: Annotated[Any, unsupported_except()] = None
+    name: Text | None = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return with_thoughts("system", self.content)
+        return replace(with_thoughts("system", self.content), name=self.name or "")
 
 
 class UserMessage(RequestModel):
@@ -100,11 +119,11 @@ class UserMessage(RequestModel):
 
     role: Literal["user"]
     content: Content
-    name: Annotated[Any, unsupported_except()] = None
+    name: Text | None = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage("user", self.content)
+        return ChatMessage("user", self.content, name=self.name or "")
 
 
 class FunctionCall(RequestModel):
@@ -132,7 +151,8 @@ class AssistantMessage(RequestModel):
     tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
-    name: Annotated[Any, unsupported_except()] = None
+    name: Text | None = None
+    prefix: Annotated[bool, default_if_null(False)] = False  # Mistral's: the answer continues this message, and includes it
     refusal: Annotated[Any, unsupported_except()] = None
     audio: Annotated[Any, unsupported_except()] = None
     annotations: Annotated[Any, unsupported_except([])] = None
@@ -152,7 +172,8 @@ class AssistantMessage(RequestModel):
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
         reasoning = self.reasoning_content or self.reasoning
         thoughts = (Thought(reasoning),) if reasoning else ()
-        return with_thoughts("assistant", (*thoughts, *(self.content or ())), calls)
+        message = with_thoughts("assistant", (*thoughts, *(self.content or ())), calls)
+        return replace(message, name=self.name or "", is_prefix=self.prefix)
 
 
 class ToolMessage(RequestModel):
@@ -161,11 +182,11 @@ class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Content
     tool_call_id: Text
-    name: str | None = None  # ignored: the call's id determines it
+    name: Text | None = None
 
     def message(self) -> ChatMessage:
         """Return the message as chat templates take it."""
-        return ChatMessage("tool", self.content, tool_call_id=self.tool_call_id)
+        return ChatMessage("tool", self.content, tool_call_id=self.tool_call_id, name=self.name or "")
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -195,29 +216,43 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: Annotated[bool, default_if_null(False)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    stream: Annotated[bool, default_if_null(False)] = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
-    return_token_ids: Annotated[bool, default_if_null(False)] = False
-    user: str | None = None  # ignored
+    chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: Annotated[bool, default_if_null(False)] = False
+    add_generation_prompt: bool | None = None
 
+    add_special_tokens: Annotated[Any, unsupported_except(reason="the chat's format has its control tokens; leave it out")] = None
     audio: Annotated[Any, unsupported_except()] = None
+    chat_template: Annotated[Any, unsupported_except(reason="the chat's format is that of the checkpoint; leave it out")] = None
+    documents: Annotated[Any, unsupported_except([])] = None
+    echo: Annotated[Any, unsupported_except()] = None
     function_call: Annotated[Any, unsupported_except("none")] = None
     functions: Annotated[Any, unsupported_except([])] = None
-    metadata: Annotated[Any, unsupported_except({})] = None
     modalities: Annotated[Any, unsupported_except(["text"])] = None
     prediction: Annotated[Any, unsupported_except()] = None
-    service_tier: Annotated[Any, unsupported_except("auto", "default")] = None
-    store: Annotated[Any, unsupported_except()] = None
+    safe_prompt: Annotated[Any, unsupported_except(reason=NO_SAFETY_PROMPT)] = None
+    verbosity: Annotated[Any, unsupported_except("medium", reason=NO_VERBOSITY)] = None
+    web_search_options: Annotated[Any, unsupported_except()] = None
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk about the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def echoed_prefix(self) -> str:
+        """Text with which the answer begins, because the last message is Mistral's prefix; as often, nothing."""
+        last = self.messages[-1]
+        return last.message().content if isinstance(last, AssistantMessage) and last.prefix else ""
+
+    @property
+    def continues_message(self) -> bool:
+        """Whether the answer continues the last message instead of being one of its own."""
+        last = self.messages[-1]
+        return self.continue_final_message or (isinstance(last, AssistantMessage) and last.prefix)
+
+    def conversation(self) -> list[ChatMessage]:
+        """Return the messages as chat templates take them."""
+        messages = [message.message() for message in self.messages]
+        return [*messages[:-1], replace(messages[-1], is_prefix=True)] if self.continues_message else messages
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -225,11 +260,25 @@ class ChatRequest(SamplingFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
+def _check_continuation(request: ChatRequest) -> None:
+    """Raise ParameterError unless an answer follows the messages, or continues the last one of them."""
+    for index, message in enumerate(request.messages[:-1]):
+        if isinstance(message, AssistantMessage) and message.prefix:
+            raise ParameterError("prefix is for the last message, which the answer continues", f"messages[{index}].prefix")
+    if request.continue_final_message and not isinstance(request.messages[-1], AssistantMessage):
+        raise ParameterError(
+            "continue_final_message is for messages that end with one of the assistant", "continue_final_message"
+        )
+    if request.add_generation_prompt is not None and request.add_generation_prompt is request.continues_message:
+        given, is_needed = str(request.add_generation_prompt).lower(), "false" if request.continues_message else "true"
+        raise ParameterError(f"add_generation_prompt is {given}; this conversation needs {is_needed}", "add_generation_prompt")
+
+
 def parse_chat(body: bytes) -> ChatRequest:
     """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(ChatRequest, body)
-    if request.stream_options is not None and not request.stream:
-        raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    request.check_combinations()
+    _check_continuation(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:

@@ -19,10 +19,13 @@ UNDECIDED = -1  # offset of a token that may be a part of a marker of thoughts
 
 
 class StopMatcher:
-    """Cuts a growing text at the first stop string. Text that may begin one is held back, so that no part of one is emitted."""
+    """Cuts a growing text at the first stop string. Text that may begin one is held back, so that no part of one is emitted.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    With ``includes_stop`` the text ends after the stop string instead.
+    """
+
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        self._stops, self._includes_stop = stops, includes_stop
         self._held = ""
         self._overlaps = [_PrefixMatcher(stop) for stop in stops]
 
@@ -38,7 +41,8 @@ class StopMatcher:
         stops = self._stops if may_stop else ()
         found = [(at + len(stop), at) for stop in stops if (at := self._held.find(stop, max(num_held - len(stop) + 1, 0))) >= 0]
         if found:  # the one that completes first; of several the longest
-            emitted, self._held = self._held[: min(found)[1]], ""
+            end, start = min(found)
+            emitted, self._held = self._held[: end if self._includes_stop else start], ""
             return emitted, True
         for overlap in self._overlaps:
             overlap.push(text)
@@ -82,14 +86,23 @@ class ChoiceDetokenizer:
     """Turns the tokens of one choice into text.
 
     Tokens after a stop string are ignored; no stop string completes before ``min_tokens``. Tokens with log-probabilities are
-    returned once their text may be emitted; a token that begins inside or after a stop string never is.
+    returned once their text may be emitted; a token that begins inside or after a stop string never is. One of
+    ``stop_token_ids`` that ends the sequence has no text, unless ``includes_stop`` keeps that of what stops it.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int = 0, *, is_text_start: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        is_text_start: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        includes_stop: bool = False,
     ) -> None:
         self._decoder = tokenizer.decoder(is_text_start=is_text_start) if tokenizer else None
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, includes_stop=includes_stop)
+        self._silent_ids = frozenset(() if includes_stop else stop_token_ids)
         self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._num_decoded = self._num_emitted = 0  # characters
@@ -110,9 +123,12 @@ class ChoiceDetokenizer:
                 "the answer could not be continued as its schema requires; the schema may be too complicated for this model"
             )
         self.num_tokens += 1
-        piece = self._piece(event.token_id, score)
+        is_silent = event.finish is FinishReason.STOP and event.token_id in self._silent_ids
+        piece = "" if is_silent else self._piece(event.token_id, score)
         if event.finish:
             piece += self._last_piece()
+        if is_silent and score is not None:
+            self._pending.append(TokenWithLogprobs(event.token_id, self._num_decoded + len(piece), score))
         self._num_decoded += len(piece)
         emitted, stopped = self._matcher.push(piece, may_stop=self.num_tokens >= self._min_tokens)
         if stopped:
@@ -177,8 +193,10 @@ class ChatDetokenizer(ChoiceDetokenizer):
         *,
         tools: ToolCallParser | None = None,
         thoughts: ReasoningParser | None = None,
+        is_text_start: bool = True,
+        **ends: Any,  # noqa: ANN401 - as of other choices
     ) -> None:
-        super().__init__(tokenizer, stops, min_tokens, is_text_start=True)
+        super().__init__(tokenizer, stops, min_tokens, is_text_start=is_text_start, **ends)
         self._tools, self._thoughts = tools, thoughts
         self._calls: list[CallDelta] = []
         self._reasoning: list[str] = []  # that was not taken
@@ -246,6 +264,12 @@ class ChatDetokenizer(ChoiceDetokenizer):
             if score is not None:
                 self._pending.append(TokenWithLogprobs(token_id, offset, score, in_thought))
         return split.content
+
+
+def make_detokenizer(tokenizer: Tokenizer | None, request: CompletionRequest) -> ChoiceDetokenizer:
+    """Return the detokenizer of one choice of a completion."""
+    ends: dict[str, Any] = {"stop_token_ids": request.stop_token_ids, "includes_stop": request.include_stop_str_in_output}
+    return ChoiceDetokenizer(tokenizer, request.stop, request.min_tokens, **ends)
 
 
 @dataclass(frozen=True, slots=True)

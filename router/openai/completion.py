@@ -13,19 +13,16 @@ from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput,
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.choice_text import ChoiceBuilder, ChoiceDetokenizer
+from tramontane.router.openai.choice_text import ChoiceBuilder, make_detokenizer
 from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import (
-    TokenLogprobs,
-    index_by_position,
-    prompt_logprobs,
-    prompt_tokens,
-)
+from tramontane.router.openai.logprobs import TokenLogprobs, index_by_position, prompt_logprobs, prompt_tokens
 from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, CompletionTokensDetails, Timings, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
+from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import build_grammar
+from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.validator import run_in_grammar_pool
 
 BYTES_PER_VALUE = 40  # of JSON, for one log-probability with its token; an expert id takes less
@@ -53,7 +50,6 @@ class Completion:
             "model": model.name,
             "system_fingerprint": None,  # until the router has named it
         }
-        self._usage_in_chunks = {"usage": None} if request.includes_usage else {}
         self._times: RequestTimings | None = None
         # About how many bytes of JSON the last changes and all changes are, without generated text.
         self.change_bytes = self.answer_bytes = 0
@@ -75,11 +71,11 @@ class Completion:
     ) -> "Completion":
         """Validate and tokenize. Raises RequestError for what can never run. Without a ``builder`` answers are completions."""
         validate_request(model, request)
-        prompt_ids = await tokenize_prompts(model, request.prompt)
+        prompt_ids = await tokenize_prompts(model, request.prompt, request.suffix)
         validate_answer_size(model, request, [len(ids) for ids in prompt_ids])
         if builder is None:
-            texts = [ChoiceDetokenizer(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
-            builder = ChoiceBuilder(texts, grammar=await _grammar(model, request))
+            texts = [make_detokenizer(model.tokenizer, request) for _ in range(request.num_sequences)]
+            builder = ChoiceBuilder(texts, grammar=await completion_grammar(model, request))
         return cls(model, request, prompt_ids, arrived_at, builder, resume_state or ResumeState())
 
     def specs(self) -> list[SequenceRequest]:
@@ -95,9 +91,9 @@ class Completion:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs_count,
             grammar=self._builder.grammar,
-            seed=state.seed if request.seed is None else request.seed,
+            seed=state.seed if request.given_seed is None else request.given_seed,
         )
-        num_choices = request.num_sequences if request.seed is None else request.n
+        num_choices = request.num_sequences if request.given_seed is None else request.n
         choices = [replace(sampling, choice=choice) for choice in range(num_choices)]
         specs = [
             SequenceRequest(ids, choices[(prompt * request.n + choice) % num_choices], already_admitted=state.is_resumed)
@@ -164,9 +160,15 @@ class Completion:
         fingerprint: str | None = self.head["system_fingerprint"]
         return fingerprint
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one server-sent event. With include_usage every chunk except the last has a usage of null."""
-        return {**self.head, "choices": choices, **self._usage_in_chunks}
+    def chunk(self, choices: Sequence[Mapping[str, Any]], *, has_tokens: bool = True) -> dict[str, Any]:
+        """Return one server-sent event. With include_usage every chunk except the last has a usage of null.
+
+        With continuous_usage_stats each has the usage so far, without any new tokens if it comes before those: ``has_tokens``.
+        """
+        chunk: dict[str, Any] = {**self.head, "choices": choices}
+        if self._request.counts_in_chunks or self._request.includes_usage:
+            chunk["usage"] = self._usage(has_tokens=has_tokens).as_json() if self._request.counts_in_chunks else None
+        return chunk
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the event with the usage."""
@@ -175,12 +177,15 @@ class Completion:
     @property
     def usage(self) -> Usage:
         """Number of tokens so far. A prompt counts once, however many choices it has."""
+        return self._usage(has_tokens=True)
+
+    def _usage(self, *, has_tokens: bool) -> Usage:
         prompt = sum(map(len, self._prompt_ids))
-        completion = sum(choice.num_tokens for choice in self._choices)
+        completion = sum(choice.num_tokens for choice in self._choices) if has_tokens else 0
         usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
         thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
         if thoughts:
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts))
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts) * has_tokens)
         return usage
 
     @property
@@ -284,9 +289,12 @@ class Completion:
         return self._decoded_prompts[prompt]
 
 
-async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
-    if request.response_format is None:
+async def completion_grammar(model: ServedModel, request: CompletionRequest) -> str:
+    """Return the grammar of a completion's choices, empty if there is none. Raises ParameterError."""
+    constraint = answer_constraint(request)
+    if constraint is None:
         return ""
     if model.tokenizer is None:
-        raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
-    return await run_in_grammar_pool(lambda: build_grammar(request.response_format, num_sequences=request.num_sequences))
+        name = constraint.where if isinstance(constraint, Constraint) else "response_format"
+        raise ParameterError(f"{name} needs text, and this model has no tokenizer", name)
+    return await run_in_grammar_pool(lambda: build_grammar(constraint, num_sequences=request.num_sequences))

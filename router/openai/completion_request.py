@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -11,8 +11,8 @@ from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, index_of_form
-from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
-from tramontane.router.structured.grammar import RequestModel, ResponseFormat
+from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields
+from tramontane.router.structured.request_model import default_if_null, only_true, unsupported_except
 
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
@@ -25,30 +25,6 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(m
 SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
 PromptInput = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
 Prompts = tuple[str | tuple[int, ...], ...]
-
-
-def unsupported_except(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - any JSON
-    """Refuse a parameter unless its value has no effect: null, false, or one of ``allowed``."""
-
-    def check(value: Any) -> Any:  # noqa: ANN401
-        if (
-            not any(value == neutral and type(value) is not bool for neutral in allowed)
-            and value is not None
-            and value is not False
-        ):
-            raise ValueError("this parameter is not supported; leave it out")
-        return value
-
-    shapes = [_literal_type(value) for value in allowed]
-    return BeforeValidator(check, json_schema_input_type=Union[None, Literal[False], *shapes])
-
-
-def _literal_type(value: Any) -> Any:  # noqa: ANN401
-    """Return the type that has only this value, for the OpenAPI schema."""
-    if isinstance(value, list | dict):
-        items = list[str] if isinstance(value, list) else dict[str, str]
-        return Annotated[items, Field(min_length=len(value), max_length=len(value))]
-    return Literal[value]
 
 
 def _prompts(value: Any) -> Prompts:  # noqa: ANN401
@@ -108,13 +84,6 @@ def _all_encodable(value: Prompts) -> Prompts:
 Text = Annotated[str, AfterValidator(check_text)]
 
 
-class StreamOptions(RequestModel):
-    """``stream_options`` of a request."""
-
-    include_usage: Annotated[bool, default_if_null(False)] = False
-    include_obfuscation: Annotated[bool | None, unsupported_except()] = None
-
-
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``. With ``echo`` and ``max_tokens`` 0 prompts are only scored."""
 
@@ -126,27 +95,20 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Annotated[bool, default_if_null(False)] = False
-    stream: Annotated[bool, default_if_null(False)] = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool, default_if_null(False)] = False
     return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)] = Field(
         (), strict=False
     )
-    response_format: ResponseFormat | None = None
-    user: str | None = None  # ignored
+    suffix: Annotated[Text | None, AfterValidator(lambda suffix: suffix or None)] = None  # an empty one is none
+    add_special_tokens: Annotated[
+        Literal[True] | None, only_true("prompts that are texts begin as the model's training texts do; give token ids")
+    ] = None
 
     best_of: Annotated[Any, unsupported_except(1)] = None
-    suffix: Annotated[Any, unsupported_except("")] = None
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences: ``n`` per prompt."""
         return len(self.prompt) * self.n
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk about the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def prompt_logprobs_count(self) -> int | None:
@@ -158,13 +120,22 @@ class CompletionRequest(SamplingFields):
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(CompletionRequest, body)
-    if request.stream_options is not None and not request.stream:
-        raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    request.check_combinations()
     if not request.max_tokens and not request.echo:
         raise ParameterError("max_tokens is 0: without echo: true there would be no answer", "max_tokens")
     if request.min_tokens > request.max_tokens:
         raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}", "min_tokens")
+    if request.suffix is not None:
+        _check_suffix(request)
     return request
+
+
+def _check_suffix(request: CompletionRequest) -> None:
+    """Raise ParameterError for what cannot be done between a prompt and a suffix."""
+    if not all(isinstance(prompt, str) for prompt in request.prompt):
+        raise ParameterError("suffix is for prompts that are texts, not token ids", "suffix")
+    if request.echo:
+        raise ParameterError("echo is not possible with suffix, since the tokens of the prompt are not those of its text", "echo")
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from tramontane.proto.errors import ParameterError, RequestError, UnknownModelError
+from tramontane.proto.request import validate_prompt
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import Answer
@@ -40,8 +41,15 @@ class ServedModel:
         return self.name, *self.aliases
 
 
-async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt. Raises ParameterError for one from which nothing can be generated."""
+async def tokenize_prompts(
+    model: ServedModel, prompts: Sequence[str | tuple[int, ...]], suffix: str | None = None
+) -> list[tuple[int, ...]]:
+    """Return the token ids of every prompt; with ``suffix`` those that ask for the text between a prompt and it.
+
+    Raises ParameterError for one from which nothing can be generated.
+    """
+    if suffix is not None:
+        return [await asyncio.to_thread(_encode_fim, model, str(prompt), suffix) for prompt in prompts]
     names = ["the prompt"] if len(prompts) == 1 else [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
@@ -53,6 +61,23 @@ async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int
         return await offload_if_large(num_characters, encode)
     except RequestError as error:
         raise ParameterError(str(error), "prompt") from error
+
+
+def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]:
+    """Return the ids of one prompt with a suffix. It may take long."""
+    from tramontane.router.tokenization.fim import encode_fim  # imports what other requests do not need
+
+    if model.tokenizer is None:
+        raise ParameterError("suffix needs text, and this model has no tokenizer", "suffix")
+    try:
+        for text in (prompt, suffix):
+            model.tokenizer.check_length(text, model.max_model_len)
+            model.tokenizer.check_num_tokens(text, model.max_model_len)
+        ids = encode_fim(model.tokenizer, prompt, suffix)
+        validate_prompt(ids, model.max_model_len, model.vocab_size, "the prompt with its suffix")
+        return ids
+    except RequestError as error:
+        raise ParameterError(str(error), "suffix") from error
 
 
 async def offload_if_large(num_characters: int, work: Callable[[], T]) -> T:
@@ -124,6 +149,10 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
     if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
         raise ParameterError(
             f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {model.vocab_size}", "logit_bias"
+        )
+    if wrong := [token_id for token_id in request.stop_token_ids if token_id >= model.vocab_size]:
+        raise ParameterError(
+            f"stop_token_ids: token id {wrong[0]} is outside the model's vocabulary of {model.vocab_size}", "stop_token_ids"
         )
 
 

@@ -12,7 +12,7 @@ from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import ServedModel, offload_if_large
-from tramontane.router.structured.grammar import RequestModel
+from tramontane.router.structured.request_model import RequestModel
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.tokenizer import Tokenizer
 

@@ -31,6 +31,9 @@ def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: Pa
     for token_id, _ in sequence.sampling.logit_bias:
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(f"logit_bias: token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")
+    for token_id in sequence.sampling.stop_token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise RequestError(f"stop_token_ids: token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")
     assert sequence.max_len <= limits.max_model_len
     if not allocator.can_ever_fit(sequence):
         raise RequestError(

@@ -12,7 +12,7 @@ from tramontane.router.scheduling.batch_queues import DecodeQueue, PrefillQueue,
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
-from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
@@ -37,7 +37,6 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.epoch = epoch
-        self._eos = frozenset(limits.eos_token_ids)
         self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
         self._waiting = WaitingQueue()
         self._running = RunningSet(cache, limits.max_num_seqs)
@@ -53,6 +52,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if possible. Raises RequestError if it could never run."""
         self.validate(sequence)
+        sequence.end_ids = end_ids(sequence.sampling, self.limits.eos_token_ids)
         self._waiting.push(sequence)
         self._admit()
 
@@ -244,7 +244,7 @@ class Scheduler:
         ready = self._decodes.ready
         for sequence, token_id in zip(decoding, token_ids, strict=True):
             num_known = sequence.num_known + 1
-            continues = num_known < sequence.max_len and token_id not in self._eos and sequence.seq_id not in finished
+            continues = num_known < sequence.max_len and token_id not in sequence.end_ids and sequence.seq_id not in finished
             if continues and sequence.status is RUNNING:
                 sequence.num_in_flight -= 1
                 sequence.output_ids.append(token_id)
@@ -269,7 +269,7 @@ class Scheduler:
         num_known = sequence.accept(token_id)
         if sequence.is_decoding:
             self._decodes.record_growth([num_known])
-        if finish is None and token_id in self._eos and not sequence.sampling.ignore_eos:
+        if finish is None and token_id in sequence.end_ids:
             finish = FinishReason.STOP
         if finish is None and num_known >= sequence.max_len:
             finish = FinishReason.LENGTH

@@ -34,6 +34,7 @@ class Sequence:
     is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
     reserved_pages: list[int] = field(default_factory=list)  # pages per window class that no other sequence may take
+    end_ids: frozenset[int] = frozenset()  # tokens that end it, once it is added to a scheduler
     num_paged_positions: int = 0  # positions for which ``pages`` suffice
     num_reserved_positions: int = 0  # positions for which ``reserved_pages`` suffice
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
@@ -67,6 +68,11 @@ class Sequence:
         """Return the tokens at positions start..end-1. Prompt of 3, output of 2: 2..4 are prompt[2:5] and output[0:2]."""
         split = len(self.prompt_ids)
         return self.prompt_ids[start:end] + tuple(self.output_ids[max(start - split, 0) : max(end - split, 0)])
+
+
+def end_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Return the tokens that end a sequence: those of the model unless they are to be ignored, and the client's."""
+    return frozenset((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids))
 
 
 def arrival_key(sequence: Sequence) -> int:

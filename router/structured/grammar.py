@@ -8,48 +8,31 @@ with free whitespace a model may emit spaces and line breaks forever.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from decimal import Decimal
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from tramontane.proto.errors import ParameterError
+from tramontane.router.structured.answer_rules import (
+    MAX_GRAMMAR_CHARS,
+    AnswerRule,
+    Constraint,
+    JsonSchema,
+    constraint_rule,
+    json_rule,
+    too_large,
+)
+from tramontane.router.structured.request_model import RequestModel
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
-MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
 MAX_SENT_CHARS = 2**20  # of one request to the stages: each of its sequences carries the grammar
-MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
-MAX_NUMBER_BITS = 1536  # of a whole number in a schema, 462 digits: writing one takes time quadratic in its length
-MAX_MULTIPLE = 10_000  # product of all different values of ``multipleOf``: compiling takes 5 microseconds per remainder
-# No numeric escapes: "\u0061" would count as a property that the schema does not name, although it reads as "a".
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
-OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 TEXT = r"TEXT: /(.|\n)+/"
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 TOOL_CHOICE_EXAMPLE = '{"type": "function", "function": {"name": "..."}}'
-
-
-def _check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [schema]
-    while level:
-        if any(isinstance(node, int) and node.bit_length() > MAX_NUMBER_BITS for node in level):
-            raise ValueError(f"a number has more than {MAX_NUMBER_BITS} bits")
-        level = [child for node in level for child in _children(node)]
-    return schema
-
-
-JsonSchema = Annotated[dict[str, Any], AfterValidator(_check_numbers)]
-
-
-class RequestModel(BaseModel):
-    """Base of what clients send: nothing is converted, and other fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class JsonSchemaFormat(RequestModel):
@@ -97,7 +80,7 @@ class ToolChoiceFunction(RequestModel):
     function: FunctionName
 
 
-TOOL_CHOICES = ("none", "auto", "required")
+TOOL_CHOICES = ("none", "auto", "required", "any")
 
 
 def _check_tool_choice(value: Any) -> Any:  # noqa: ANN401 - any JSON
@@ -110,15 +93,21 @@ def _form_of_tool_choice(value: Any) -> str:  # noqa: ANN401
     return "word" if isinstance(value, str) else "function"
 
 
+def _mistral_as_openai(choice: Any) -> Any:  # noqa: ANN401
+    """Return Mistral's "any" as OpenAI's "required"."""
+    return "required" if choice == "any" else choice
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ToolChoiceFunction, Tag("function")],
+    Annotated[Literal["none", "auto", "required", "any"], Tag("word")] | Annotated[ToolChoiceFunction, Tag("function")],
     Discriminator(_form_of_tool_choice),
     BeforeValidator(_check_tool_choice),
+    AfterValidator(_mistral_as_openai),
 ]
 
 
 def build_grammar(
-    response_format: ResponseFormat | None,
+    response_format: ResponseFormat | Constraint | None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice | None = None,
     tool_format: ToolFormat | None = None,
@@ -126,12 +115,14 @@ def build_grammar(
     parallel: bool = True,
     num_sequences: int = 1,
     thoughts: ThoughtRules | None = None,
+    drops_space: bool = False,
 ) -> str:
     """Return the grammar of one request's answers, empty if they are unconstrained.
 
     ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. ``thoughts``: of a
-    model that thinks, before all else. Raises ParameterError for schemas that are malformed, too large, or cannot be followed.
-    Call it in ``run_in_grammar_pool``: it takes 30 ms for new schemas, and a second of a separate process for hostile ones.
+    model that thinks, before all else. ``drops_space``: a space with which an answer begins does not reach the client. Raises
+    ParameterError for schemas that are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes
+    30 ms for new schemas, and a second of a separate process for hostile ones.
     """
     callable_tools = _allowed_tools(tools or (), tool_choice)
     must_call = bool(callable_tools) and tool_choice not in (None, "auto")
@@ -146,7 +137,9 @@ def build_grammar(
         schemas += [_arguments(tool.function, index) for index, tool in enumerate(callable_tools)]
         rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
         rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
-    rules += ['answer: " "? body'] * bool(answer) + [f"{schema.rule}: %json {schema.text}" for schema in schemas]
+    if answer:  # a space is nothing in JSON
+        rules.append('answer: " "? body' if drops_space or answer.definition.startswith("%json") else "answer: body")
+    rules += [f"{schema.rule}: {schema.definition}" for schema in schemas]
     grammar = "\n".join(thoughts.before(rules) if thoughts else rules)
     _check_size(grammar, num_sequences, schemas[0].where)
     _check(grammar, schemas)
@@ -158,23 +151,17 @@ def visible_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) 
     return () if tool_choice == "none" else tuple(tools or ())
 
 
-class _Schema(NamedTuple):
-    """A JSON schema as a rule of the grammar. ``where``: its place in the request."""
-
-    rule: str
-    where: str
-    text: str
-
-
-def _answer(response_format: ResponseFormat | None) -> _Schema | None:
-    """Return the schema of the answer, None for text."""
+def _answer(response_format: ResponseFormat | Constraint | None) -> AnswerRule | None:
+    """Return the rule of the answer, None for text."""
+    if isinstance(response_format, Constraint):
+        return constraint_rule("body", response_format)
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
-        return _schema("body", {"type": "object"}, "response_format")
+        return json_rule("body", {"type": "object"}, "response_format")
     if response_format.json_schema is None:
         raise ParameterError("response_format.json_schema is missing", "response_format.json_schema")
-    return _schema("body", response_format.json_schema.schema_, "response_format.json_schema.schema")
+    return json_rule("body", response_format.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
@@ -206,69 +193,17 @@ def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) ->
     return [*rules, "call: " + " | ".join(each)]
 
 
-def _arguments(function: Function, index: int) -> _Schema:
+def _arguments(function: Function, index: int) -> AnswerRule:
     where = f"tools[{index}].function.parameters"
     schema = {"type": "object"} | (function.parameters or {})
     if schema["type"] != "object":
         raise ParameterError(f"{where}: its type must be object", where)
-    return _schema(f"args{index}", schema, where, lenient=not function.strict)
-
-
-def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> _Schema:
-    if OPTIONS in schema:
-        raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
-    multiples = _multiple_ofs(schema, where)
-    try:
-        text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
-    except ValueError:
-        raise ParameterError(f"{where}: NaN and Infinity are not JSON", where) from None
-    if len(text) > MAX_GRAMMAR_CHARS:  # bounds the product below, whose factors may have hundreds of digits
-        raise _too_large(len(text), where)
-    if math.prod(multiples) > MAX_MULTIPLE:
-        raise ParameterError(
-            f"{where}: the values of multipleOf are too large, their product may be at most {MAX_MULTIPLE}", where
-        )
-    return _Schema(rule, where, text)
-
-
-def _multiple_ofs(schema: object, where: str) -> set[int]:
-    """Return the digits of every ``multipleOf``: 125 of 12.5. Raises ParameterError if a schema is too deep or too large."""
-    level: list[Any] = [schema]
-    multiples: set[int] = set()
-    num_chars = 0  # without numbers and punctuation
-    for _ in range(MAX_DEPTH):
-        num_chars += sum(len(node) for node in level if isinstance(node, str))
-        num_chars += sum(len(name) for node in level if isinstance(node, dict) for name in node)
-        values = [node.get("multipleOf") for node in level if isinstance(node, dict)]
-        multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
-        level = [child for node in level for child in _children(node)]
-    if level:
-        raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
-    if num_chars > MAX_GRAMMAR_CHARS:
-        raise _too_large(num_chars, where)
-    return multiples
-
-
-def _digits(number: float) -> int:
-    if isinstance(number, int):
-        return abs(number)  # may be too large for a float
-    if not math.isfinite(number):
-        return 1  # refused later
-    decimal = Decimal(str(number)).normalize()
-    exponent = decimal.as_tuple().exponent
-    assert isinstance(exponent, int)
-    return int(abs(decimal.scaleb(-min(exponent, 0))))
-
-
-def _children(value: object) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
+    return json_rule(f"args{index}", schema, where, lenient=not function.strict)
 
 
 def _check_size(grammar: str, num_sequences: int, where: str) -> None:
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise _too_large(len(grammar), where)
+        raise too_large(len(grammar), where)
     if len(grammar) * num_sequences > MAX_SENT_CHARS:
         raise ParameterError(
             f"{num_sequences} sequences with schemas of {len(grammar)} characters are too much for one request; ask for fewer",
@@ -276,13 +211,9 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
         )
 
 
-def _too_large(num_chars: int, where: str) -> ParameterError:
-    return ParameterError(f"the schemas take {num_chars} characters; they may take {MAX_GRAMMAR_CHARS}", where)
-
-
-def _check(grammar: str, schemas: Sequence[_Schema]) -> None:
+def _check(grammar: str, schemas: Sequence[AnswerRule]) -> None:
     """Raise ParameterError with the schema that is wrong and the reason."""
-    found = validate_grammar(grammar, tuple(f"start: %json {schema.text}" for schema in schemas))
+    found = validate_grammar(grammar, tuple(f"start: {schema.definition}" for schema in schemas))
     if found is None:
         return
     if found.part or len(schemas) == 1:

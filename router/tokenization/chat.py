@@ -8,6 +8,7 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
+VARIABLES = "chat_template_kwargs"  # the parameter of requests with variables of a template
 ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
 
 
@@ -33,6 +34,7 @@ class ChatMessage:
     """A message. An assistant may call tools; the result is a message with the role tool and the call's id.
 
     ``parts``: the content and the thoughts between its texts, if there are any. ``content`` has only the texts, as lines.
+    ``name``: of the speaker, for templates that use it. ``is_prefix``: the answer continues this last message of the assistant.
     """
 
     role: Role
@@ -40,6 +42,8 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     parts: tuple[str | Thought, ...] = ()
+    name: str = ""
+    is_prefix: bool = False
 
     @property
     def thoughts(self) -> str:
@@ -60,7 +64,8 @@ def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """Return every text that a user, a model or a tool wrote."""
     calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     thoughts = [part.text for message in messages for part in message.parts if isinstance(part, Thought)]
-    return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls + thoughts
+    written = [text for message in messages for text in (message.content, message.tool_call_id, message.name)]
+    return written + calls + thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,17 @@ class ChatTemplate(Protocol):
         ...
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        reasoning_effort: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
 
-        ``reasoning_effort``: how much the model is to think, None for its default. Raises ParameterError if it lacks this effort.
+        ``reasoning_effort``: how much the model is to think, None for its default. ``variables``: the client's, for a template
+        that uses them. Raises ParameterError for an effort or variables that the format has not.
         """
         ...
 

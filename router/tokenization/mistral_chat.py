@@ -1,7 +1,7 @@
 """Mistral's own instruct formats, by mistral-common: control tokens are inserted as ids, never as text."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +16,9 @@ from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenize
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.chat import (
+    VARIABLES,
     ChatMessage,
     Role,
     Thought,
@@ -42,6 +43,15 @@ FORMATS = {
 INTRODUCED_TOKENS = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
 
 
+def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    """Load a SentencePiece model. Its version is in the file's name (tokenizer.model.v3), else its control tokens show it."""
+    tokenizer = SentencePieceTokenizer(path)
+    if path.suffix == ".model":
+        versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
+        tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
+    return tokenizer
+
+
 class MistralChatTemplate:
     """Chat template in the format of the tokenizer's version. In version 1 a user who types "[INST]" begins an instruction."""
 
@@ -55,12 +65,8 @@ class MistralChatTemplate:
 
     @classmethod
     def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
-        """Load a SentencePiece model. Its version is in the file's name (tokenizer.model.v3), else its control tokens show it."""
-        tokenizer = SentencePieceTokenizer(path)
-        if path.suffix == ".model":
-            versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
-            tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
-        return cls(tokenizer)
+        """Load the template for a SentencePiece model."""
+        return cls(load_sentencepiece(path))
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -87,11 +93,25 @@ class MistralChatTemplate:
         return [str(each) for each in efforts.values] if efforts else []
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        reasoning_effort: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
+        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
+
+        Raises ParameterError for any ``variables``: the format has none.
+        """
         check_effort(reasoning_effort, self._efforts)
         self._check_thoughts(messages)
+        if variables:
+            raise ParameterError(
+                f"chat_template_kwargs has {next(iter(variables))}, and this model's chat format is Mistral's own, which has no "
+                "variables; leave it out",
+                VARIABLES,
+            )
         written: list[Any] = [_to_mistral_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
             # The model's name is required and has no effect.
@@ -135,6 +155,8 @@ def _to_mistral_message(message: ChatMessage, name: str) -> dict[str, Any]:
         written["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
     if message.role == "tool":
         written["tool_call_id"] = message.tool_call_id
+    if message.is_prefix:
+        written["prefix"] = True
     return written
 
 

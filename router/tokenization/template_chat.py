@@ -13,9 +13,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.proto.errors import CheckpointError, ParameterError, RequestError
 from tramontane.router.tokenization.backends import encode_by_backend
 from tramontane.router.tokenization.chat import (
+    VARIABLES,
     ChatMessage,
     Thought,
     ToolFormat,
@@ -26,6 +27,7 @@ from tramontane.router.tokenization.chat import (
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
 
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # variables that every template gets
 EFFORT = "reasoning_effort"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # a template may know fewer
 
@@ -92,19 +94,55 @@ class JinjaChatTemplate:
         reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self._template, self._names, self._tokens = compile_template(template), names, tokens
+        self._end_mark = secrets.token_hex(16)  # stands where a message ends that is to be continued
         self.tool_format, self.reasoning_format = tool_format, reasoning_format
         self._efforts = EFFORTS if EFFORT in template else ()
         self._knows_parts = "reasoning_content" not in template and re.search(r"""['"]thinking['"]""", template) is not None
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, reasoning_effort: str | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        reasoning_effort: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation."""
+        """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation.
+
+        Raises ParameterError for ``variables`` that the server sets itself.
+        """
         check_effort(reasoning_effort, self._efforts)
-        names = self._names if reasoning_effort is None else {**self._names, EFFORT: reasoning_effort}
-        with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
+        given = variables or {}
+        if taken := [name for name in given if name in RESERVED or name in self._names]:
+            raise ParameterError(f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out", VARIABLES)
+        with validate_text(*message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)):
             protected = [self._protect(message, f"messages[{index}]") for index, message in enumerate(messages)]
-            return self._tokens.encode(render(self._template, protected, names, self._tokens.protect(list(tools)) or None))
+            names = {**self._tokens.protect(given), **self._names}
+            names |= {} if reasoning_effort is None else {EFFORT: reasoning_effort}
+            is_prefix = bool(messages) and messages[-1].is_prefix
+            if is_prefix:
+                self._mark_end(protected[-1])
+            rendered = render(
+                self._template, protected, names, self._tokens.protect(list(tools)) or None, opens_answer=not is_prefix
+            )
+            return self._tokens.encode(self._up_to_mark(rendered) if is_prefix else rendered)
+
+    def _mark_end(self, message: dict[str, Any]) -> None:
+        """Add the mark to the content, which is a text or a list of parts. Raises RequestError if it ends with a thought."""
+        content = message["content"]
+        if isinstance(content, str):
+            message["content"] = content + self._end_mark
+        elif content[-1]["type"] == "text":
+            content[-1]["text"] += self._end_mark
+        else:
+            raise RequestError("a message that is to be continued must end with a text, not with a thought")
+
+    def _up_to_mark(self, rendered: str) -> str:
+        """Return the text up to the end of the last message. Raises RequestError if the template does not write it once."""
+        before, *after = rendered.split(self._end_mark)
+        if len(after) != 1:
+            raise RequestError("the model's chat template has no way to continue a message of the assistant")
+        return before
 
     def _protect(self, message: ChatMessage, name: str) -> dict[str, Any]:
         """Return a message as templates expect it, with protected texts and parsed arguments. ``name`` is for errors."""
@@ -124,6 +162,8 @@ class JinjaChatTemplate:
             ]
         if message.role == "tool":
             written["tool_call_id"] = self._tokens.protect(message.tool_call_id)
+        if message.name:
+            written["name"] = self._tokens.protect(message.name)
         return written
 
     def _part(self, part: str | Thought) -> dict[str, Any]:
@@ -153,11 +193,16 @@ def compile_template(template: str) -> Template:
 
 
 def render(
-    template: Template, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str], tools: Sequence[Any] | None = None
+    template: Template,
+    messages: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    opens_answer: bool = True,
 ) -> str:
-    """Render a conversation up to where the assistant answers. Raises RequestError."""
+    """Render a conversation, with ``opens_answer`` up to where the assistant answers. Raises RequestError."""
     try:
-        return template.render(messages=messages, add_generation_prompt=True, tools=tools, documents=None, **names)
+        return template.render(messages=messages, add_generation_prompt=opens_answer, tools=tools, documents=None, **names)
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         raise RequestError(f"the model's chat template does not take this conversation: {error}") from error
 

@@ -111,7 +111,7 @@ class Tokenizer(ABC):
         bytes_of_text: frozenset[int] = frozenset(),
     ) -> None:
         self._errors, self._bytes_of_text = errors, bytes_of_text
-        self._piece_bytes, self._bos_ids, self._strips_space = piece_bytes, bos_ids, strips_space
+        self._piece_bytes, self._bos_ids, self.strips_space = piece_bytes, bos_ids, strips_space
         self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)  # ids above have no text
         self.max_piece_bytes = max(map(len, piece_bytes))  # a bound of its characters, too
 
@@ -160,7 +160,7 @@ class Tokenizer(ABC):
 
     def decoder(self, *, is_text_start: bool = False) -> IncrementalDecoder:
         """Return a decoder. ``is_text_start``: its tokens are a text of their own (a chat's answer), not a continuation."""
-        drops_space = self._strips_space and is_text_start
+        drops_space = self.strips_space and is_text_start
         return IncrementalDecoder(
             self._piece_bytes, drops_space=drops_space, errors=self._errors, bytes_of_text=self._bytes_of_text
         )

@@ -176,10 +176,14 @@ class LogitsProcessor:
         logits_RV[index] = logits
 
     def _mask_eos(self, logits_RV: Tensor, states: Sequence[LogitsState], positions: Sequence[int]) -> None:
-        """Ban end-of-sequence tokens before ``min_tokens``. A prompt of 5 and min_tokens 2: at positions 5 and 6."""
+        """Ban tokens that end the output before ``min_tokens``. A prompt of 5 and min_tokens 2: at positions 5 and 6."""
         early = [i for i, state in enumerate(states) if positions[i] - state.num_prompt < state.sampling.min_tokens]
         if early:
             logits_RV[tensor_on(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
+        stops = [(i, token_id) for i in early for token_id in states[i].sampling.stop_token_ids]
+        if stops:
+            rows, token_ids = zip(*stops, strict=True)
+            logits_RV[tensor_on(rows, torch.int64, self._device), tensor_on(token_ids, torch.int64, self._device)] = -torch.inf
 
 
 def _add_biases(logits_RV: Tensor, states: Sequence[LogitsState]) -> None:

@@ -1,0 +1,51 @@
+"""The base of what clients send, and validators of fields that a client may send and that have no effect."""
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+UNSUPPORTED = "this parameter is not supported; leave it out"
+
+
+class RequestModel(BaseModel):
+    """Base of what clients send: nothing is converted, and other fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
+    """Replace null with ``default``: OpenAI's clients may send null for an absent field."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValidator:  # noqa: ANN401
+    """Refuse a parameter with ``reason`` unless its value has no effect: null, false, or one of ``allowed``."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401
+        if not (value is None or value is False or any(value == each and type(value) is type(each) for each in allowed)):
+            raise ValueError(reason)
+        return value
+
+    shapes = [_literal_type(value) for value in allowed]
+    return BeforeValidator(check, json_schema_input_type=Union[None, Literal[False], *shapes])
+
+
+def only_true(reason: str) -> BeforeValidator:
+    """Refuse false with ``reason``; use it for ``Literal[True] | None``."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401
+        if value is False:
+            raise ValueError(reason)
+        return value
+
+    return BeforeValidator(check, json_schema_input_type=Literal[True] | None)
+
+
+def _literal_type(value: Any) -> Any:  # noqa: ANN401
+    """Return the type that has only this value, for the OpenAPI schema."""
+    if isinstance(value, list | dict):
+        items = list[str] if isinstance(value, list) else dict[str, str]
+        return Annotated[items, Field(min_length=len(value), max_length=len(value))]
+    if isinstance(value, float):
+        return Annotated[float, Field(ge=value, le=value)]
+    return Literal[value]
