@@ -137,8 +137,9 @@ class AssistantToolCall(RequestModel):
     """A call in an earlier message of the assistant."""
 
     id: Text
-    type: Literal["function"]
+    type: Annotated[Literal["function"], default_if_null("function")] = "function"
     function: FunctionCall
+    index: int | None = None  # ignored; Mistral's client sends back what it has received in a stream
 
 
 class AssistantMessage(RequestModel):

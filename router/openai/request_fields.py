@@ -126,7 +126,7 @@ class SamplingFields(NeutralFields, GuidedFields):
     allowed_token_ids: Annotated[Any, unsupported_except()] = None
     bad_words: Annotated[Any, unsupported_except([])] = None
     detokenize: Annotated[Literal[True] | None, only_true("answers always have text; leave it out")] = None
-    length_penalty: Annotated[Any, unsupported_except(1.0, 1)] = None
+    length_penalty: Annotated[Any, unsupported_except(1)] = None
     skip_special_tokens: Annotated[Literal[True] | None, only_true(CONTROL_TOKENS)] = None
     truncate_prompt_tokens: Annotated[Any, unsupported_except()] = None
     use_beam_search: Annotated[Any, unsupported_except()] = None

@@ -22,7 +22,8 @@ def unsupported_except(*allowed: Any, reason: str = UNSUPPORTED) -> BeforeValida
     """Refuse a parameter with ``reason`` unless its value has no effect: null, false, or one of ``allowed``."""
 
     def check(value: Any) -> Any:  # noqa: ANN401
-        if not (value is None or value is False or any(value == each and type(value) is type(each) for each in allowed)):
+        is_neutral = value is None or value is False or (value is not True and any(value == each for each in allowed))
+        if not is_neutral:
             raise ValueError(reason)
         return value
 
