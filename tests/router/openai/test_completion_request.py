@@ -19,11 +19,23 @@ FIELDS = sorted(CompletionRequest.model_fields)
 NULLABLE = [name for name in FIELDS if name != "prompt"]
 UNSUPPORTED = {
     "best_of": (1, 1.0),
-    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "priority": (0,),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search", "store"), ()),
+    **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern"), ()),
 }
 WITH_EFFECT = {
     "best_of": (2, 0, True, "1"),
-    "suffix": ("the end", 0, True),
+    "length_penalty": (2, True),
+    "bad_words": (["x"], True),
+    "priority": (1, True),
+    "allowed_token_ids": ([1],),
+    "truncate_prompt_tokens": (5,),
+    "use_beam_search": (True,),
+    "store": (True,),
+    "guided_grammar": ("start: /a/",),
+    "guided_whitespace_pattern": ("[ ]",),
 }
 
 
@@ -363,7 +375,41 @@ def test_an_unsupported_parameter_may_be_there_without_effect(field: str, value:
 def test_an_unsupported_parameter_with_an_effect_is_refused_by_name(field: str, value: object) -> None:
     error = _refused_fields(**{field: value})
     assert error.parameter == field
-    assert "not supported" in str(error)
+    assert any(reason in str(error) for reason in ("not supported", "leave it out"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"suffix": 0}, "suffix"),
+        ({"suffix": "b", "prompt": [1]}, "suffix"),
+        ({"suffix": "b", "echo": True}, "echo"),
+        ({"seed": 1, "random_seed": 2}, "random_seed"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"detokenize": False}, "detokenize"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice[0]"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regexp": "x"}}, "structured_outputs.regexp"),
+    ],
+)
+def test_a_field_of_other_servers_is_refused_by_name(fields: dict[str, Any], parameter: str) -> None:
+    assert _refused_fields(**fields).parameter == parameter
+
+
+def test_fields_without_effect_are_accepted() -> None:
+    request = _parsed(
+        user="a", metadata={"b": {"c": 1}}, store=False, service_tier="flex", prompt_cache_key="d", safety_identifier="e",
+        skip_special_tokens=True, spaces_between_special_tokens=False, suffix="", guided_decoding_backend="xgrammar",
+    )  # fmt: skip
+    assert request.suffix is None
+    assert _parsed(random_seed=7).given_seed == _parsed(seed=7).given_seed == _parsed(seed=7, random_seed=7).given_seed == 7
 
 
 # Bodies that are not requests at all

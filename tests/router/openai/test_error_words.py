@@ -147,7 +147,7 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         ),
         (ChatRequest, {"tools": [TOOL] * 129}, "tools is a list of 129 items; it must be a list of at most 128 items"),
         (ChatRequest, {"tools": [{"type": "function"}]}, "tools[0].function is missing"),
-        (ChatRequest, {"tool_choice": "bot"}, "tool_choice: it must be one of none, auto, required, or {"),
+        (ChatRequest, {"tool_choice": "bot"}, "tool_choice: it must be one of none, auto, required, any, or {"),
         (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
         (
             ChatRequest,

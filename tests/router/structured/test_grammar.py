@@ -13,8 +13,9 @@ from llguidance import _lib
 from pydantic import TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured import grammar as constraints
+from tramontane.router.structured import answer_rules as constraints
 from tramontane.router.structured import validator_process as grammar_child
+from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import Function, ResponseFormat, Tool, ToolChoice, build_grammar, visible_tools
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.tokenization.chat import ToolFormat
@@ -406,3 +407,32 @@ def test_a_schema_is_too_large_before_it_is_written() -> None:
     """By its names and texts; with all else, and many numbers, it may only be larger."""
     with pytest.raises(ParameterError, match="the schemas take 65540 characters; they may take 65536"):
         build_grammar(_format({"enum": ["a" * 65536]}))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "taken", "refused"),
+    [
+        (Constraint("choice", ("yes", 'no "/\n'), "guided_choice"), ["yes", 'no "/\n'], ["", "ye", " yes", "yesno"]),
+        (Constraint("regex", "[a-c/]+d?", "guided_regex"), ["a/c", "bd"], ["", "d", " a", "ad\n"]),
+        (Constraint("regex", "^(a|b)$", "guided_regex"), ["a", "b"], ["ab", "^a$"]),
+        (Constraint("json", CITY | {"$defs": {"city": {"const": "Rome"}}}, "guided_json"), ['{"city": "Rome"}'], ["Rome"]),
+    ],
+)
+def test_an_answer_is_one_of_several_texts_or_matches_a_pattern(
+    constraint: Constraint, taken: list[str], refused: list[str]
+) -> None:
+    grammar = build_grammar(constraint)
+    assert [_takes(grammar, text) for text in taken] == [True] * len(taken)
+    assert [_takes(grammar, text) for text in refused] == [False] * len(refused)
+    assert _takes(build_grammar(constraint, drops_space=True), f" {taken[0]}")
+
+
+@pytest.mark.parametrize("regex", ["(", "a(?=b)", r"\bfoo", "x" * 70_000, "(a{0,1000}){0,1000}" * 50])
+def test_a_pattern_that_cannot_be_followed_is_refused_with_its_place(regex: str) -> None:
+    with pytest.raises(ParameterError) as refused:
+        build_grammar(Constraint("regex", regex, "guided_regex"))
+    assert refused.value.parameter == "guided_regex"
+
+
+def test_any_is_mistrals_word_for_required() -> None:
+    assert _choice("any") == "required"

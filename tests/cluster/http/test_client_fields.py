@@ -1,0 +1,190 @@
+"""Fields of vLLM's and Mistral's clients over HTTP: usage in chunks, stop tokens, prefixes, constraints, FIM."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from http_fuzz import check_error
+from mistral_common.protocol.fim.request import FIMRequest
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from scripted_token_source import SAID, ScriptedSource, client_for, http_app_for
+from scripted_token_source import TOKENIZER as DEMO_TOKENIZER
+from tokenizer_files import SENTENCEPIECE
+
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+
+PATH = SENTENCEPIECE["v3"]
+TOKENIZER = SentencePieceTokenizer(PATH)  # whose format has tools and FIM
+MODEL = ServedModel("demo", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
+CHAT_FORMAT = MistralChatTemplate.from_sentencepiece(PATH)
+COMPLETIONS, CHAT, FIM = "/v1/completions", "/v1/chat/completions", "/v1/fim/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
+SAYS = TOKENIZER.encode(SAID)[1:]
+
+
+class Answered:
+    """An answer with the sequences that were asked for."""
+
+    def __init__(self, path: str, body: dict[str, Any], source: ScriptedSource | None = None, **settings: Any) -> None:  # noqa: ANN401
+        self.source = source or ScriptedSource(SAYS)
+
+        async def scenario() -> tuple[int, str]:
+            fields: dict[str, Any] = {"model": MODEL, "chat": CHAT_FORMAT} | settings
+            async with client_for(http_app_for(self.source, **fields).app()) as client:
+                response = await client.post(path, json=body)
+                return response.status_code, response.text
+
+        self.status, self.text = asyncio.run(scenario())
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        assert self.status == 200, self.text
+        choice: dict[str, Any] = json.loads(self.text)["choices"][0]
+        return choice
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        assert self.status == 200, self.text
+        *events, done = [event.removeprefix("data: ") for event in self.text.split("\n\n") if event]
+        assert done == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    @property
+    def sampling(self) -> Any:  # noqa: ANN401
+        return self.source.requested[0][0].sampling
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "a", "max_tokens": 3}), (CHAT, HELLO | {"max_tokens": 3})])
+def test_every_chunk_has_the_usage_so_far(path: str, body: dict[str, Any]) -> None:
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    *chunks, last = Answered(path, body | options).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == ([1, 2, 3] if path == COMPLETIONS else [0, 1, 2, 3])
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    without = Answered(path, body | {"stream": True, "stream_options": {"continuous_usage_stats": True}}).events
+    assert [chunk["usage"]["completion_tokens"] for chunk in without] == counts, "and no last chunk without include_usage"
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stop_token_ends_an_answer_without_its_text(path: str, includes: bool) -> None:
+    """The source ends by itself with the last token, which is what the scheduler does at a stop token."""
+    body = {"prompt": "a", "max_tokens": 64} if path == COMPLETIONS else HELLO
+    answered = Answered(path, body | {"stop_token_ids": [SAYS[-1]], "include_stop_str_in_output": includes})
+    text = answered.choice["text"] if path == COMPLETIONS else answered.choice["message"]["content"]
+    assert text.strip() == (SAID if includes else SAID.removesuffix("."))
+    assert answered.choice["finish_reason"] == "stop"
+    assert answered.sampling.stop_token_ids == (SAYS[-1],)
+
+
+@pytest.mark.parametrize(("includes", "text"), [(False, "Good morrow, "), (True, "Good morrow, my")])
+def test_a_stop_string_may_be_part_of_the_answer(includes: bool, text: str) -> None:
+    answered = Answered(CHAT, HELLO | {"stop": "my", "include_stop_str_in_output": includes})
+    assert (answered.choice["message"]["content"], answered.choice["finish_reason"]) == (text, "stop")
+
+
+def test_a_prefix_is_continued_and_included() -> None:
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "Good ", "prefix": True}]
+    says = ScriptedSource(SAYS[1:])
+    answered = Answered(CHAT, {"messages": messages, "n": 2}, says)
+    assert answered.choice["message"]["content"] == "Good " + TOKENIZER.decode(SAYS[1:])
+    assert TOKENIZER.decode(SAYS[1:]).startswith(" "), "a space that is no longer the beginning of a text"
+    expected = MistralTokenizer.from_file(str(PATH)).encode_chat_completion(_mistral_request(messages)).tokens
+    assert list(says.requested[0][0].prompt_ids) == expected
+    events = Answered(CHAT, {"messages": messages, "stream": True}, ScriptedSource(SAYS[1:])).events
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == answered.choice["message"]["content"]
+
+
+def test_a_final_message_is_continued_and_not_repeated() -> None:
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "Good "}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert Answered(CHAT, body, ScriptedSource(SAYS[1:])).choice["message"]["content"] == TOKENIZER.decode(SAYS[1:])
+    assert Answered(CHAT, {"messages": messages}).status == 400
+
+
+def _mistral_request(messages: list[dict[str, Any]]) -> Any:  # noqa: ANN401
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+    return ChatCompletionRequest(model="m", messages=messages)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_regex": "yes|no"},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"guided_json": {"type": "object"}},
+        {"guided_json": '{"type": "object"}'},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_constraints_reach_the_last_stage(path: str, fields: dict[str, Any]) -> None:
+    answered = Answered(path, ({"prompt": "a"} if path == COMPLETIONS else HELLO) | fields)
+    assert answered.status == 200, answered.text
+    grammar = answered.sampling.grammar
+    is_json = "json" in json.dumps(fields)
+    assert ("%json" in grammar) is is_json
+    assert ('" "?' in grammar) is (is_json or path == CHAT), "a space before a chat's answer is not part of it"
+
+
+def test_images_are_refused_as_such() -> None:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    answered = Answered(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    error = check_error(answered.text.encode(), "messages[0].content")
+    assert error["message"].endswith("the model serves text only; images are not supported")
+    sound = Answered(CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})
+    assert "recordings of sound are not supported" in sound.text
+
+
+# FIM
+
+BETWEEN = {"prompt": "def f(a):\n    return", "suffix": "\n\nprint(f(1))"}
+
+
+def _fim_ids(prompt: str, suffix: str) -> list[int]:
+    ids: list[int] = MistralTokenizer.from_file(str(PATH)).encode_fim(FIMRequest(prompt=prompt, suffix=suffix)).tokens
+    return ids
+
+
+def test_fim_has_mistrals_shape_and_mistral_commons_ids() -> None:
+    more = {"temperature": 0, "top_p": 1, "max_tokens": 9, "min_tokens": 1, "random_seed": 3, "stop": ["\n\n"], "metadata": {}}
+    answered = Answered(FIM, BETWEEN | more)
+    whole = json.loads(answered.text)
+    assert whole["object"] == "chat.completion"
+    message = answered.choice["message"]
+    assert (message["role"], message["content"]) == ("assistant", TOKENIZER.decode(SAYS)), "with the space before it"
+    assert list(answered.source.requested[0][0].prompt_ids) == _fim_ids(**BETWEEN)
+    assert (answered.sampling.seed, answered.sampling.min_tokens) == (3, 1)
+    events = Answered(FIM, BETWEEN | {"stream": True, "n": 2}).events
+    own = [choice for event in events for choice in event["choices"] if choice["index"] == 1]
+    assert "".join(choice["delta"].get("content", "") for choice in own) == TOKENIZER.decode(SAYS)
+    assert (own[0]["delta"]["role"], own[-1]["finish_reason"]) == ("assistant", "stop")
+
+
+def test_fim_without_a_suffix_is_mistral_commons_too() -> None:
+    assert list(Answered(FIM, {"prompt": "a"}).source.requested[0][0].prompt_ids) == _fim_ids("a", "")
+
+
+def test_a_suffix_of_a_completion_is_fim() -> None:
+    answered = Answered(COMPLETIONS, BETWEEN)
+    assert answered.choice["text"] == TOKENIZER.decode(SAYS)
+    assert list(answered.source.requested[0][0].prompt_ids) == _fim_ids(**BETWEEN)
+    plain = Answered(COMPLETIONS, {"prompt": "a", "suffix": ""})
+    assert plain.source.requested[0][0].prompt_ids == TOKENIZER.encode("a")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, FIM])
+def test_fim_needs_a_tokenizer_that_knows_it(path: str) -> None:
+    demo = ServedModel("demo", DEMO_TOKENIZER, 128, 16, DEMO_TOKENIZER.vocab_size)
+    answered = Answered(path, BETWEEN, model=demo)
+    assert answered.status == 400
+    assert "no tokens for a suffix" in check_error(answered.text.encode(), "suffix")["message"]
+    long = Answered(path, BETWEEN | {"suffix": "la " * 600})
+    assert (long.status, "positions" in long.text or "too long" in long.text) == (400, True)
