@@ -92,14 +92,16 @@ def test_nothing_is_kept_of_sequences_that_have_ended() -> None:
     assert all(len(worker.logits_processor._states) == worker.logprobs.num_sequences == 0 for worker in workers)
 
 
-def test_no_sequence_ends_before_min_tokens() -> None:
-    """With a bias that makes everything but the end of the sequence all but impossible."""
-    args = replace(ARGS, eos_token_ids=(EOS,))
+@pytest.mark.parametrize("is_of_model", [True, False])
+def test_no_sequence_ends_before_min_tokens(is_of_model: bool) -> None:
+    """With a bias that makes everything but the end of the sequence, or one of stop_token_ids, all but impossible."""
+    args = replace(ARGS, eos_token_ids=(EOS,) if is_of_model else ())
     plan = tiny_plan(args, 2)
-    wanting = SamplingParams(max_tokens=9, temperature=1.0, logit_bias=((EOS, 100.0),))
+    stops = {} if is_of_model else {"stop_token_ids": (EOS,), "ignore_eos": True}
+    wanting = SamplingParams(max_tokens=9, temperature=1.0, logit_bias=((EOS, 100.0),), **stops)
     for min_tokens in (0, 1, 4, 9):
         scheduler = scheduler_for(plan, 7)
-        scheduler._eos = frozenset(args.eos_token_ids)
+        scheduler.limits = replace(scheduler.limits, eos_token_ids=args.eos_token_ids)
         answers = _answers(split_model(random_model(args), plan), scheduler, PROMPTS[:3], replace(wanting, min_tokens=min_tokens))
         for ids in _ids(answers):
             assert EOS not in ids[:min_tokens]

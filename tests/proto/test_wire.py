@@ -42,6 +42,7 @@ sampling = st.builds(
     logprobs=numbers_of_top,
     prompt_logprobs=numbers_of_top,
     grammar=st.text(max_size=9),
+    stop_token_ids=st.lists(ids, max_size=3).map(tuple),
 )
 pages = st.lists(ids, max_size=4).map(tuple)
 chunks = st.builds(

@@ -22,5 +22,6 @@ def changed_logits(
             x = x / sampling.repetition_penalty if x > 0 else x * sampling.repetition_penalty
         x -= counts[token] * sampling.frequency_penalty
         x -= sampling.presence_penalty if counts[token] else 0.0
-        changed.append(-math.inf if token in eos and len(output) < sampling.min_tokens else x)
+        ends = token in eos or token in sampling.stop_token_ids
+        changed.append(-math.inf if ends and len(output) < sampling.min_tokens else x)
     return changed

@@ -43,6 +43,7 @@ CALLS = 5  # [TOOL_CALLS]
 CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]
 USAGE = {"stream_options": {"include_usage": True}}
+COUNTS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
 
 
@@ -67,6 +68,8 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "score": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 1, **USAGE}),
     "chat": (CHAT, SAYS, HELLO | {"n": 2, **USAGE}),
     "chat, stops": (CHAT, ENDS, HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE}),
+    "fim": ("/v1/fim/completions", SAYS, {"prompt": "Hello", "suffix": "You", "n": 2, **USAGE}),
+    "prefix": (CHAT, SAYS, {"messages": [*HELLO["messages"], {"role": "assistant", "content": "a", "prefix": True}], **COUNTS}),
     "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
 }
 

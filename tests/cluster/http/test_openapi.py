@@ -119,6 +119,9 @@ RICH: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL], "tool_choice": "none", "max_tokens": 1}),
     ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
     ("/v1/chat/completions", {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "stream": True}),
+    ("/v1/chat/completions", {"messages": [USER], "stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ("/v1/chat/completions", {"messages": [USER], "guided_choice": ["a"], "stop_token_ids": [5], "metadata": {"a": 1}}),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a+"}, "random_seed": 1}),
     ("/tokenize", {"messages": [USER]}),
 ]
 

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from ray import cloudpickle, serve
 from ray.exceptions import RayError
+from real_clients import run_autogen, run_guidellm
 from serve_cluster import (
     GRPC,
     GRPC_PORT,
@@ -129,6 +130,19 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
             return list(await asyncio.gather(*map(one, prompts)))
 
     return asyncio.run(run())
+
+
+# ---- clients from the package index
+
+
+def test_autogens_agents_talk_through_the_server() -> None:
+    assert run_autogen(URL) == "5 ['user', 'poet', 'critic', 'poet', 'critic']"
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_measures_the_server_without_a_failed_request(tmp_path: Path, endpoint: str) -> None:
+    totals = run_guidellm(URL, tmp_path, endpoint, num_requests=6)
+    assert totals == {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
 
 
 # ---- gRPC

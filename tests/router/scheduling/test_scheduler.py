@@ -84,6 +84,22 @@ def test_finishes_by_length_stop_and_context() -> None:
     assert [e.finish for e in pipe.tokens_of(3)] == [None]
 
 
+@pytest.mark.parametrize("ignores_eos", [False, True])
+def test_the_clients_tokens_end_a_sequence_too(ignores_eos: bool) -> None:
+    """As the first token, which follows a prompt, and as a later one, in a column of decodes."""
+    pipe = new_pipeline(new_cache(16, 8, 64))
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=ignores_eos, stop_token_ids=(7, 8))
+    for seq_id, answers in enumerate(([8], [EOS + 1, 7], [EOS + 1, EOS])):
+        pipe.scheduler.add(Sequence(seq_id, (5,), sampling, 10))
+        for answer in answers:
+            pipe.submit()
+            pipe.answer(answer)
+        is_end = answers[-1] != EOS or not ignores_eos
+        assert [e.finish for e in pipe.tokens_of(seq_id)] == [None] * (len(answers) - 1) + [FinishReason.STOP if is_end else None]
+        pipe.scheduler.abort(seq_id)
+        pipe.submit()
+
+
 def test_pages_stop_growing_at_the_window_and_start_small() -> None:
     """Must hold: no growth past the window, and a short sequence holds only the pages it filled."""
     cache = new_cache(16, 8, 64)

@@ -24,6 +24,7 @@ WISHES = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3).map(lambda biases: tuple(biases.items())),
     min_tokens=st.integers(0, 5),
+    stop_token_ids=st.lists(TOKENS, max_size=2).map(tuple),
 )
 SEQUENCES = st.lists(
     st.tuples(WISHES, st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, max_size=6)), min_size=1, max_size=6
