@@ -19,7 +19,8 @@ INFO = {"vision": False, "function_calling": False, "json_output": True, "struct
 
 async def main(url):
     client = OpenAIChatCompletionClient(
-        model="demo", base_url=url + "/v1", api_key="none", model_info=INFO, include_name_in_message=True, max_tokens=8, max_retries=0
+        model="demo", base_url=url + "/v1", api_key="none", model_info=INFO, include_name_in_message=True, max_tokens=8,
+        max_retries=0,
     )
     agents = [
         AssistantAgent("poet", model_client=client, system_message="Write."),
