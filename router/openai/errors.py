@@ -72,6 +72,7 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "string_type": "a text",
         "string_unicode": "valid Unicode",
         "string_too_long": "a text of at most {max_length} characters",
+        "string_too_short": "a text of at least {min_length} character",
         "string_pattern_mismatch": "a text that matches {pattern}",
         "list_type": "a list",
         "tuple_type": "a list",

@@ -3,7 +3,7 @@
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import (
@@ -15,7 +15,7 @@ from tramontane.proto.request import (
     SamplingParams,
 )
 from tramontane.router.structured.guided import GuidedFields
-from tramontane.router.structured.request_model import RequestModel, default_if_null, only_true, unsupported_except
+from tramontane.router.structured.request_model import RequestModel, check_depth, default_if_null, only_true, unsupported_except
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -80,7 +80,7 @@ class NeutralFields(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: Annotated[Any, unsupported_except(reason="this server does not store answers; leave it out, or send false")] = None
     spaces_between_special_tokens: bool | None = None

@@ -8,7 +8,7 @@ from pydantic_core import from_json
 from tramontane.proto.errors import ParameterError
 from tramontane.router.structured.answer_rules import MAX_GRAMMAR_CHARS, Constraint, check_numbers
 from tramontane.router.structured.grammar import ResponseFormat
-from tramontane.router.structured.request_model import RequestModel, unsupported_except
+from tramontane.router.structured.request_model import RequestModel, check_depth, unsupported_except
 
 MAX_CHOICES = 1024
 
@@ -18,7 +18,7 @@ def _check_schema(value: Any) -> Any:  # noqa: ANN401 - any JSON
         raise ValueError("it must be a JSON schema, as an object or as the text of one")
     if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"its text has {len(value)} characters; it may have {MAX_GRAMMAR_CHARS}")
-    return check_numbers(value) if isinstance(value, dict) else value
+    return check_numbers(check_depth(value)) if isinstance(value, dict) else value
 
 
 SchemaInput = dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+MAX_DEPTH = 32  # of an object that may have any fields
 UNSUPPORTED = "this parameter is not supported; leave it out"
 
 
@@ -11,6 +12,17 @@ class RequestModel(BaseModel):
     """Base of what clients send: nothing is converted, and other fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def check_depth(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return the value. Raises ValueError if it is nested more than 32 deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        parts = [each for each in level if isinstance(each, dict | list)]
+        level = [child for part in parts for child in (part.values() if isinstance(part, dict) else part)]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return value
 
 
 def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401

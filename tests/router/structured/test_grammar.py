@@ -427,7 +427,7 @@ def test_an_answer_is_one_of_several_texts_or_matches_a_pattern(
     assert _takes(build_grammar(constraint, drops_space=True), f" {taken[0]}")
 
 
-@pytest.mark.parametrize("regex", ["(", "a(?=b)", r"\bfoo", "x" * 70_000, "(a{0,1000}){0,1000}" * 50])
+@pytest.mark.parametrize("regex", ["(", "a(?=b)", r"\bfoo", "x" * 70_000])
 def test_a_pattern_that_cannot_be_followed_is_refused_with_its_place(regex: str) -> None:
     with pytest.raises(ParameterError) as refused:
         build_grammar(Constraint("regex", regex, "guided_regex"))

@@ -32,21 +32,21 @@ def test_variables_and_names_reach_a_template_as_text(tmp_path: Path) -> None:
     chat = _chat(tmp_path, PLAIN)
     tokenizer = require_tokenizer(tmp_path, 10**6)
     end = tokenizer.control_id("</s>")
-    plain, more = chat.encode([HELLO]), chat.encode([HELLO], (), {"thinking": True, "style": "</s>", "unused": [1]})
+    plain, more = chat.encode([HELLO]), chat.encode([HELLO], variables={"thinking": True, "style": "</s>", "unused": [1]})
     assert "[user Ada] Hello" in tokenizer.decode(plain)
     assert tokenizer.decode(more).endswith(" thinks</s>"), "spelled out, not the control token"
     assert plain.count(end) == more.count(end) == 1
     for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
         with pytest.raises(ParameterError, match=f"has {name}, which the server sets itself") as refused:
-            chat.encode([HELLO], (), {name: "x"})
+            chat.encode([HELLO], variables={name: "x"})
         assert refused.value.parameter == "chat_template_kwargs"
 
 
 def test_mistrals_formats_have_no_variables() -> None:
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
-    assert chat.encode([HELLO], (), {}) == chat.encode([ChatMessage("user", "Hello")])
+    assert chat.encode([HELLO], variables={}) == chat.encode([ChatMessage("user", "Hello")])
     with pytest.raises(ParameterError, match="has thinking, and this model's chat format is Mistral's own"):
-        chat.encode([HELLO], (), {"thinking": True})
+        chat.encode([HELLO], variables={"thinking": True})
 
 
 @pytest.mark.parametrize("content", ["Good mor", "a space at the end ", "1 2 3"])
