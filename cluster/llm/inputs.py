@@ -102,8 +102,9 @@ class PromptEncoder:
         form, thoughts = self._template and self._template.reasoning_format, None
         if form and self.tokenizer:
             thoughts = ReasoningParser(form, self.tokenizer, is_open=is_open_after(form, self.tokenizer, prompt_ids))
-        ids = sampling.stop_token_ids
-        return ChatDetokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, thoughts=thoughts, stop_token_ids=ids)
+        return ChatDetokenizer(
+            self.tokenizer, sampling.stop, sampling.min_tokens, stop_token_ids=sampling.stop_token_ids, thoughts=thoughts
+        )
 
 
 def as_prompts(given: Any) -> list[Prompt]:  # noqa: ANN401 - what a program gives is checked

@@ -48,9 +48,9 @@ class NoChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
         reasoning_effort: str | None = None,
-        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Raise RequestError."""
         raise RequestError(self.reason)
@@ -61,8 +61,8 @@ async def encode_chat(
     template: ChatTemplate,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool],
-    reasoning_effort: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
 ) -> tuple[int, ...]:
     """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
     texts = message_texts(messages)
@@ -70,8 +70,8 @@ async def encode_chat(
         if model.tokenizer is not None:
             model.tokenizer.check_length("".join(texts), model.max_model_len)
         if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
-            return template.encode(messages, reasoning_effort=reasoning_effort, variables=variables)
-        return await asyncio.to_thread(_encode_large, model, template, messages, tools, reasoning_effort, variables)
+            return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
+        return await asyncio.to_thread(_encode_large, model, template, messages, tools, variables, reasoning_effort)
     except ParameterError:
         raise
     except RequestError as error:
@@ -83,8 +83,8 @@ def _encode_large(
     template: ChatTemplate,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool],
-    reasoning_effort: str | None,
     variables: Mapping[str, Any] | None,
+    reasoning_effort: str | None,
 ) -> tuple[int, ...]:
     """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
 
@@ -98,7 +98,7 @@ def _encode_large(
         if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
             check_elements(message.content.encode(), "the result of a tool", "messages")
     specs = [tool.model_dump(exclude_none=True) for tool in tools]
-    return template.encode(messages, specs, reasoning_effort=reasoning_effort, variables=variables)
+    return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)
 
 
 def _detokenizer(
@@ -106,20 +106,20 @@ def _detokenizer(
 ) -> ChatDetokenizer:
     """Return the detokenizer of one choice. ``is_open``: the prompt ends inside a thought."""
     tokenizer, tool_format, form = model.tokenizer, template.tool_format, template.reasoning_format
-    tools, thoughts = None, None
+    is_start, tools, thoughts = not request.continues_message, None, None
     if tokenizer and tool_format and visible_tools(request.tools, request.tool_choice):
         tools = ToolCallParser(tokenizer, tool_format)
     if tokenizer and form:
-        thoughts = ReasoningParser(form, tokenizer, is_open=is_open, only_first=has_grammar)
+        thoughts = ReasoningParser(form, tokenizer, is_open=is_open, only_first=has_grammar, is_text_start=is_start)
     return ChatDetokenizer(
         tokenizer,
         request.stop,
         request.min_tokens,
-        tools=tools,
-        thoughts=thoughts,
-        is_text_start=not request.continues_message,
+        is_text_start=is_start,
         stop_token_ids=request.stop_token_ids,
         includes_stop=request.include_stop_str_in_output,
+        tools=tools,
+        thoughts=thoughts,
     )
 
 
@@ -147,8 +147,8 @@ class ChatCompletion:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
         tools = visible_tools(request.tools, request.tool_choice)
-        messages, variables = request.conversation(), request.chat_template_kwargs
-        ids = await encode_chat(model, template, messages, tools, request.reasoning_effort, variables)
+        variables, effort = request.chat_template_kwargs, request.reasoning_effort
+        ids = await encode_chat(model, template, request.conversation(), tools, variables, effort)
         max_new_tokens = model.max_model_len - len(ids)
         if max_new_tokens < 1:
             raise ParameterError(

@@ -12,74 +12,11 @@ from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
 from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split
+from tramontane.router.tokenization.stop_matcher import StopMatcher
 from tramontane.router.tokenization.tokenizer import Tokenizer
 from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser
 
 UNDECIDED = -1  # offset of a token that may be a part of a marker of thoughts
-
-
-class StopMatcher:
-    """Cuts a growing text at the first stop string. Text that may begin one is held back, so that no part of one is emitted.
-
-    With ``includes_stop`` the text ends after the stop string instead.
-    """
-
-    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        self._stops, self._includes_stop = stops, includes_stop
-        self._held = ""
-        self._overlaps = [_PrefixMatcher(stop) for stop in stops]
-
-    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Return the text to emit now, and whether a stop string is complete. With ``may_stop`` False none completes in ``text``.
-
-        Stop "END": push("xEN") emits "x" and holds "EN"; push("Q") emits "ENQ".
-        """
-        if not self._stops:  # nearly always
-            return text, False
-        num_held = len(self._held)
-        self._held += text
-        stops = self._stops if may_stop else ()
-        found = [(at + len(stop), at) for stop in stops if (at := self._held.find(stop, max(num_held - len(stop) + 1, 0))) >= 0]
-        if found:  # the one that completes first; of several the longest
-            end, start = min(found)
-            emitted, self._held = self._held[: end if self._includes_stop else start], ""
-            return emitted, True
-        for overlap in self._overlaps:
-            overlap.push(text)
-        num_emitted = len(self._held) - max((overlap.length for overlap in self._overlaps), default=0)
-        emitted, self._held = self._held[:num_emitted], self._held[num_emitted:]
-        return emitted, False
-
-    def finish(self) -> str:
-        """Return the text that was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
-
-
-class _PrefixMatcher:
-    """Length of the longest suffix of a text that is a prefix of one stop string: for "END" it is 2 after "xEN".
-
-    The algorithm of Knuth, Morris and Pratt: amortized constant time per character. Its table grows with the matches.
-    """
-
-    def __init__(self, stop: str) -> None:
-        self.length = 0
-        self._stop = stop
-        # The same length for every prefix of the stop string that the text has reached: 1 for "ENE" of "ENEMY".
-        self._failure = [0, 0]
-
-    def push(self, text: str) -> None:
-        for character in text:
-            self.length = self._after(self.length, character)
-            if self.length == len(self._failure):
-                self._failure.append(self._after(self._failure[-1], character))
-            if self.length == len(self._stop):
-                self.length = self._failure[self.length]
-
-    def _after(self, length: int, character: str) -> int:
-        while length and self._stop[length] != character:
-            length = self._failure[length]
-        return length + (self._stop[length] == character)
 
 
 class ChoiceDetokenizer:
@@ -127,8 +64,8 @@ class ChoiceDetokenizer:
         piece = "" if is_silent else self._piece(event.token_id, score)
         if event.finish:
             piece += self._last_piece()
-        if is_silent and score is not None:
-            self._pending.append(TokenWithLogprobs(event.token_id, self._num_decoded + len(piece), score))
+        if is_silent:
+            self._take_silent(event.token_id, self._num_decoded + len(piece), score)
         self._num_decoded += len(piece)
         emitted, stopped = self._matcher.push(piece, may_stop=self.num_tokens >= self._min_tokens)
         if stopped:
@@ -174,6 +111,11 @@ class ChoiceDetokenizer:
         """Return the rest of the text, at the end of the sequence."""
         return self._decoder.finish() if self._decoder else ""
 
+    def _take_silent(self, token_id: int, offset: int, score: TokenLogprobs | None) -> None:
+        """Take the last token, which has no text."""
+        if score is not None:
+            self._pending.append(TokenWithLogprobs(token_id, offset, score))
+
     def _begun_in_emitted(self) -> list[TokenWithLogprobs]:
         """Return pending tokens that begin in emitted text: of "x", "E", "ND" the first if "x" is emitted."""
         return [token for token in self._pending if self._is_emitted(token)]
@@ -191,12 +133,20 @@ class ChatDetokenizer(ChoiceDetokenizer):
         stops: Sequence[str],
         min_tokens: int = 0,
         *,
+        is_text_start: bool = True,
+        stop_token_ids: Sequence[int] = (),
+        includes_stop: bool = False,
         tools: ToolCallParser | None = None,
         thoughts: ReasoningParser | None = None,
-        is_text_start: bool = True,
-        **ends: Any,  # noqa: ANN401 - as of other choices
     ) -> None:
-        super().__init__(tokenizer, stops, min_tokens, is_text_start=is_text_start, **ends)
+        super().__init__(
+            tokenizer,
+            stops,
+            min_tokens,
+            is_text_start=is_text_start,
+            stop_token_ids=stop_token_ids,
+            includes_stop=includes_stop,
+        )
         self._tools, self._thoughts = tools, thoughts
         self._calls: list[CallDelta] = []
         self._reasoning: list[str] = []  # that was not taken
@@ -251,6 +201,14 @@ class ChatDetokenizer(ChoiceDetokenizer):
         self._undecided.append((token_id, score))
         return self._add(thoughts.push(token_id))
 
+    def _take_silent(self, token_id: int, offset: int, score: TokenLogprobs | None) -> None:
+        if self._thoughts is None or not self._thoughts.in_thought:
+            super()._take_silent(token_id, offset, score)
+            return
+        self.num_reasoning_tokens = (self.num_reasoning_tokens or 0) + 1
+        if score is not None:
+            self._pending.append(TokenWithLogprobs(token_id, offset, score, in_thought=True))
+
     def _last_piece(self) -> str:
         return super()._last_piece() if self._thoughts is None else self._add(self._thoughts.finish())
 
@@ -268,8 +226,13 @@ class ChatDetokenizer(ChoiceDetokenizer):
 
 def make_detokenizer(tokenizer: Tokenizer | None, request: CompletionRequest) -> ChoiceDetokenizer:
     """Return the detokenizer of one choice of a completion."""
-    ends: dict[str, Any] = {"stop_token_ids": request.stop_token_ids, "includes_stop": request.include_stop_str_in_output}
-    return ChoiceDetokenizer(tokenizer, request.stop, request.min_tokens, **ends)
+    return ChoiceDetokenizer(
+        tokenizer,
+        request.stop,
+        request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+        includes_stop=request.include_stop_str_in_output,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class Completion:
         usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
         thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
         if thoughts:
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts) * has_tokens)
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts) if has_tokens else 0)
         return usage
 
     @property

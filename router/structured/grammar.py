@@ -114,13 +114,13 @@ def build_grammar(
     *,
     parallel: bool = True,
     num_sequences: int = 1,
-    thoughts: ThoughtRules | None = None,
     drops_space: bool = False,
+    thoughts: ThoughtRules | None = None,
 ) -> str:
     """Return the grammar of one request's answers, empty if they are unconstrained.
 
-    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. ``thoughts``: of a
-    model that thinks, before all else. ``drops_space``: a space with which an answer begins does not reach the client. Raises
+    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. ``drops_space``: a
+    space with which an answer begins does not reach the client. ``thoughts``: of a model that thinks, before all else. Raises
     ParameterError for schemas that are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes
     30 ms for new schemas, and a second of a separate process for hostile ones.
     """

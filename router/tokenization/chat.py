@@ -64,8 +64,8 @@ def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """Return every text that a user, a model or a tool wrote."""
     calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     thoughts = [part.text for message in messages for part in message.parts if isinstance(part, Thought)]
-    written = [text for message in messages for text in (message.content, message.tool_call_id, message.name)]
-    return written + calls + thoughts
+    texts = [text for message in messages for text in (message.content, message.tool_call_id, message.name)]
+    return texts + calls + thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class ChatTemplate(Protocol):
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
         reasoning_effort: str | None = None,
-        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
 
-        ``reasoning_effort``: how much the model is to think, None for its default. ``variables``: the client's, for a template
-        that uses them. Raises ParameterError for an effort or variables that the format has not.
+        ``variables``: the client's, for a template that uses them. ``reasoning_effort``: how much the model is to think, None
+        for its default. Raises ParameterError for variables that the format has not, and for an effort that it lacks.
         """
         ...
 

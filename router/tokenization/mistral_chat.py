@@ -96,22 +96,22 @@ class MistralChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
         reasoning_effort: str | None = None,
-        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations.
 
         Raises ParameterError for any ``variables``: the format has none.
         """
-        check_effort(reasoning_effort, self._efforts)
-        self._check_thoughts(messages)
         if variables:
             raise ParameterError(
                 f"chat_template_kwargs has {next(iter(variables))}, and this model's chat format is Mistral's own, which has no "
                 "variables; leave it out",
                 VARIABLES,
             )
+        check_effort(reasoning_effort, self._efforts)
+        self._check_thoughts(messages)
         written: list[Any] = [_to_mistral_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
             # The model's name is required and has no effect.

@@ -84,12 +84,21 @@ class ReasoningParser:
     """Parser for one sequence. ``is_open``: it begins inside a thought.
 
     ``only_first``: the sequence follows a grammar, by which only its beginning may be a thought; later markers that are text are
-    text of the answer, such as a value in its JSON. Markers that are tokens cannot be there.
+    text of the answer, such as a value in its JSON. Markers that are tokens cannot be there. ``is_text_start``: the sequence is
+    the beginning of a text, and does not continue a message.
     """
 
-    def __init__(self, form: ReasoningFormat, tokenizer: Tokenizer, *, is_open: bool = False, only_first: bool = False) -> None:
+    def __init__(
+        self,
+        form: ReasoningFormat,
+        tokenizer: Tokenizer,
+        *,
+        is_open: bool = False,
+        only_first: bool = False,
+        is_text_start: bool = True,
+    ) -> None:
         self._form, self._tokenizer = form, tokenizer
-        self._decoder: IncrementalDecoder = tokenizer.decoder(is_text_start=True)
+        self._decoder: IncrementalDecoder = tokenizer.decoder(is_text_start=is_text_start)
         self._texts = _TwoTexts(form.trims, is_open)
         self._scanner = None if form.has_ids else _MarkerScanner(form, self._texts, only_first)
 

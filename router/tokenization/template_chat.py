@@ -27,9 +27,9 @@ from tramontane.router.tokenization.chat import (
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # variables that every template gets
 EFFORT = "reasoning_effort"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # a template may know fewer
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # variables that every template gets
 
 
 class TemplateTokens:
@@ -103,39 +103,34 @@ class JinjaChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
         reasoning_effort: str | None = None,
-        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation.
 
         Raises ParameterError for ``variables`` that the server sets itself.
         """
         check_effort(reasoning_effort, self._efforts)
+        own = self._names if reasoning_effort is None else {**self._names, EFFORT: reasoning_effort}
         given = variables or {}
-        if taken := [name for name in given if name in RESERVED or name in self._names]:
+        if taken := [name for name in given if name in RESERVED or name in own]:
             raise ParameterError(f"chat_template_kwargs has {taken[0]}, which the server sets itself; leave it out", VARIABLES)
         with validate_text(*message_texts(messages), json.dumps([*tools, given], ensure_ascii=False)):
             protected = [self._protect(message, f"messages[{index}]") for index, message in enumerate(messages)]
-            names = {**self._tokens.protect(given), **self._names}
-            names |= {} if reasoning_effort is None else {EFFORT: reasoning_effort}
             is_prefix = bool(messages) and messages[-1].is_prefix
             if is_prefix:
                 self._mark_end(protected[-1])
-            rendered = render(
-                self._template, protected, names, self._tokens.protect(list(tools)) or None, opens_answer=not is_prefix
-            )
+            names, written = {**self._tokens.protect(given), **own}, self._tokens.protect(list(tools)) or None
+            rendered = render(self._template, protected, names, written, opens_answer=not is_prefix)
             return self._tokens.encode(self._up_to_mark(rendered) if is_prefix else rendered)
 
-    def _mark_end(self, message: dict[str, Any]) -> None:
-        """Add the mark to the content, which is a text or a list of parts. Raises RequestError if it ends with a thought."""
-        content = message["content"]
-        if isinstance(content, str):
-            message["content"] = content + self._end_mark
-        elif content[-1]["type"] == "text":
-            content[-1]["text"] += self._end_mark
+    def _mark_end(self, written: dict[str, Any]) -> None:
+        """Add the mark to the end of a message, whose content is a text, or parts if the template knows those."""
+        if isinstance(written["content"], list):
+            written["content"] = [*written["content"], {"type": "text", "text": self._end_mark}]
         else:
-            raise RequestError("a message that is to be continued must end with a text, not with a thought")
+            written["content"] += self._end_mark
 
     def _up_to_mark(self, rendered: str) -> str:
         """Return the text up to the end of the last message. Raises RequestError if the template does not write it once."""

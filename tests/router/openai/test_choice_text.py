@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.errors import UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.openai.choice_text import ChoiceDetokenizer, StopMatcher
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.stop_matcher import StopMatcher
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 EOS = 2
