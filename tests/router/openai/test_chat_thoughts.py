@@ -209,6 +209,20 @@ def test_a_stop_string_ends_the_answer_and_not_a_thought(kind: Kind) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_stop_token_has_no_text_and_belongs_to_what_it_ends(thinks: bool) -> None:
+    thinker = thinking_model("tekken")
+    text, last = thinker.text_ids("hm"), thinker.text_ids("!")
+    ids = (*(thinker.say("<think>") if thinks else ()), *text, *last)
+    body = {"stop_token_ids": list(last), "logprobs": True}
+    answer = _whole(thinker, ids, body, _Batches(ids, [1]))
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (("", "hm") if thinks else ("hm", None))
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == (len(ids) if thinks else 0)
+    assert len(choice["logprobs"]["reasoning" if thinks else "content"]) == len(ids)
+
+
 def test_every_choice_has_its_own_thought() -> None:
     thinker = thinking_model("tekken")
     answer = _whole(thinker, thinker.say("<think>hm</think>yes"), {"n": 2})
