@@ -76,6 +76,11 @@ def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:  # n
     return {"measure": _returns({"C": (3.0, c), "PyTorch": (3.0, pytorch)})}
 
 
+def _chat_apis(bench: Any, responses: float = 2.0, messages: float = 2.0) -> Patches:  # noqa: ANN401
+    more = {bench.CHAT: 9.0, bench.RESPONSES: responses, bench.MESSAGES: messages}
+    return {"measure": _returns_later({"short": more, "long, with tools": more})}
+
+
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
     return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
@@ -312,6 +317,7 @@ CASES = {
     "serve_memory": Case(_serve_memory, [{"more": 1.51}, {"used": 0.97}, {"full": 1071}, {"full": 1029}]),
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
+    "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),

@@ -44,6 +44,7 @@ PACKAGES: dict[str, set[str]] = {
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
     "router.fim": {"proto", "router.openai", "router.structured"},
     "router.batch": {"proto", "router.openai", "router.structured"},
+    "router.chat_apis": {"proto", "router.openai", "router.structured", "router.tokenization"},
     "router.grpc": {"proto", "router.openai"},
     "router.client": {"proto"},
     "cluster.ray_internals": {"proto"},
@@ -60,7 +61,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cluster.http": {
         *("proto", "cluster.common", "cluster.config"),
-        *("router.batch", "router.engine", "router.fim", "router.openai", "router.tokenization"),
+        *("router.batch", "router.chat_apis", "router.engine", "router.fim", "router.openai", "router.tokenization"),
     },
     "cluster.serve_patches": {
         *("proto", "cluster.common", "cluster.config", "cluster.http", "cluster.observability", "cluster.ray_internals"),

@@ -1,6 +1,5 @@
 """The API server: bytes in, OpenAI's objects out. It is plain Starlette, so that it runs and is tested without Ray."""
 
-import asyncio
 import json
 import logging
 import math
@@ -9,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,33 +26,28 @@ from tramontane.cluster.http.errors import (
     internal_error_handler,
     json_error,
     not_found_handler,
-    request_id,
-    request_identity,
 )
-from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME, NodeAnnouncer
+from tramontane.cluster.http.failover_response import NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import PUBLIC_PATHS, AuthMiddleware
 from tramontane.cluster.http.slow_clients import BackpressureMiddleware
-from tramontane.cluster.http.sse import Pacer, SseResponse, StreamingAnswer, fingerprint_header, sse_events
+from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
-from tramontane.proto.errors import ConfigError, OverloadedError
+from tramontane.cluster.http.token_endpoints import BodyReader, TokenEndpoints
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.fim.fim_completion import FimCompletion
-from tramontane.router.fim.fim_request import FimRequest, parse_fim
-from tramontane.router.openai.body_bounds import check_elements, run_off_loop
-from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTemplate
-from tramontane.router.openai.chat_request import ChatRequest, parse_chat
-from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
-from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
-from tramontane.router.openai.responses import ExpertTokens, Health, MoveExpertsResponse, Version, encode_and_free
-from tramontane.router.openai.resume_state import ResumeState, no_progress
+from tramontane.router.openai.body_bounds import check_elements
+from tramontane.router.openai.chat_completion import NoChatTemplate
+from tramontane.router.openai.completion_request import parse_body
+from tramontane.router.openai.responses import (
+    ExpertTokens,
+    Health,
+    MoveExpertsResponse,
+    Version,
+)
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from tramontane.router.tokenization.chat import ChatTemplate
-
-T = TypeVar("T")
-Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest)
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +89,11 @@ class HttpApp:
     """The API server: the endpoints over HTTP, as a Starlette application."""
 
     def __init__(self, config: HttpAppConfig) -> None:
-        self._config, self._model, self._source = config, config.model, config.source
-        self._bodies = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))  # one largest body fits
+        self._config, self._model = config, config.model
+        limiter = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))  # one largest body fits
+        self._bodies = BodyReader(limiter, config.max_body_bytes, config.model.counts)
         self._chat = config.chat or NoChatTemplate("this server has no chat format")
+        self.tokens = TokenEndpoints(config.model, config.source, self._chat, self._bodies, config.pacer)
         self._openapi_page: dict[str, Any] | None = None
         self._started_at = int(time.time())
 
@@ -120,9 +116,7 @@ class HttpApp:
 
     def _routes(self) -> list[Route]:
         return [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/fim/completions", self.fim_completions, methods=["POST"]),
+            *self.tokens.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -179,114 +173,21 @@ class HttpApp:
 
     async def _rebalance_experts(self, request: Request) -> Response:
         assert self._config.move_experts is not None
-        load = await self._parse(request, _parse_expert_load)
+        load = await self._bodies.parse(request, _parse_expert_load)
         num_moved, num_pipelines = await self._config.move_experts(load)
         return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
 
     async def tokenize(self, request: Request) -> Response:
         """Answer ``POST /tokenize``."""
-        parsed = await self._parse(request, partial(parse_body, TokenizeRequest))
+        parsed = await self._bodies.parse(request, partial(parse_body, TokenizeRequest))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
 
     async def detokenize(self, request: Request) -> Response:
         """Answer ``POST /detokenize``."""
-        parsed = await self._parse(request, partial(parse_body, DetokenizeRequest))
+        parsed = await self._bodies.parse(request, partial(parse_body, DetokenizeRequest))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await detokenize(self._model, parsed)).as_json())
-
-    async def completions(self, request: Request) -> Response:
-        """Answer ``POST /v1/completions``."""
-
-        def prepare(parsed: CompletionRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[Completion]:
-            return Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
-
-        return await self._complete(request, parse_completion, prepare)
-
-    async def chat_completions(self, request: Request) -> Response:
-        """Answer ``POST /v1/chat/completions``."""
-
-        def prepare(parsed: ChatRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
-            return ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
-
-        return await self._complete(request, parse_chat, prepare)
-
-    async def fim_completions(self, request: Request) -> Response:
-        """Answer ``POST /v1/fim/completions``."""
-
-        def prepare(parsed: FimRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
-            return FimCompletion.of_request(self._model, parsed, arrived_at, resumed)
-
-        return await self._complete(request, parse_fim, prepare)
-
-    async def _complete(
-        self,
-        request: Request,
-        parse: Callable[[bytes], Body],
-        prepare: Callable[[Body, float, ResumeState], Awaitable[Completion | ChatCompletion]],
-    ) -> Response:
-        """Answer a request for tokens, whole or as a stream."""
-        arrived_at = time.monotonic()
-        resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
-        source = self._source_for(request, resumed)
-        parsed = await self._parse(request, parse)
-        check_model_name(self._model, parsed.model)
-        if not resumed.is_resumed:
-            source.check_capacity(parsed.num_sequences)
-        answer = await prepare(parsed, arrived_at, resumed)
-        if not parsed.stream:
-            return await _whole_answer(answer, source, request)
-        if isinstance(answer, ChatCompletion):
-            return await self._stream(request, answer, source, parsed.includes_usage, answer.opening)
-        return await self._stream(request, answer, source, parsed.includes_usage)
-
-    def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
-        """Make the request's source before its body is read.
-
-        Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
-        """
-        source = RequestTokenSource(
-            self._source, request_identity(request).owner, _deadline(request, resumed), request_id(request)
-        )
-        if not resumed.is_resumed:
-            source.check_capacity(1)
-        return source
-
-    async def _stream(
-        self,
-        request: Request,
-        answer: StreamingAnswer,
-        source: TokenSource,
-        includes_usage: bool,
-        make_opening: Callable[[], dict[str, Any] | None] = lambda: None,
-    ) -> Response:
-        """Wait for the first tokens, which decide between a stream and an error with a status of its own."""
-        changes = answer.stream(source)
-        first = await anext(changes)
-        opening, own_id = make_opening(), request_id(request)  # which names what made the first tokens
-        events = sse_events(self._config.pacer, answer, first, changes, own_id, includes_usage=includes_usage, opening=opening)
-        return SseResponse(events, changes, answer.fingerprint)
-
-    async def _parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        try:
-            return await self._bodies.parse(request, self._config.max_body_bytes, parse)
-        except OverloadedError as error:
-            self._model.counts.record_refusal(error)
-            raise
-
-
-async def _whole_answer(completion: Completion | ChatCompletion, source: TokenSource, request: Request) -> Response:
-    answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
-    body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer))
-    return Response(body, media_type="application/json", headers=fingerprint_header(completion.fingerprint))
-
-
-def _deadline(request: Request, resumed: ResumeState) -> float:
-    """Return the deadline by the event loop's clock: of 30 s, an ingress that was lost has used 12, so 18 are left.
-
-    Raises ParameterError.
-    """
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - resumed.waited_s
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:

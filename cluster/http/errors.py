@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's shape, with the status of each error."""
+"""Error responses, with the status of each error."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,9 +13,10 @@ from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
+from tramontane.cluster.http.error_shapes import error_shape
 from tramontane.proto.errors import DEFECT, DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import Identity, request_fields
-from tramontane.router.openai.errors import HttpErrorSpec, error_body, http_error_for
+from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 from tramontane.router.openai.responses import ErrorType
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,15 @@ METRICS = (
 DRAIN_RETRY_S = "5"  # another server may have taken over by then
 
 
-def error_response(error: TramontaneError) -> JSONResponse:
-    """Return the response for an error, with ``retry-after`` where a client should try again."""
+def error_response(error: TramontaneError, path: str = "") -> JSONResponse:
+    """Return the response for an error at a path, with ``retry-after`` where a client should try again."""
     spec = _error_spec(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, DrainingError | PipelineError):
         headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
-    return JSONResponse(spec.body(str(error)), spec.status, headers)
+    return JSONResponse(error_shape(path).body(spec, str(error)), spec.status, headers)
 
 
 def _error_spec(error: TramontaneError) -> HttpErrorSpec:
@@ -49,9 +50,9 @@ def _error_spec(error: TramontaneError) -> HttpErrorSpec:
     return http_error_for(error)
 
 
-def log_and_respond(error: TramontaneError, request_id: str) -> JSONResponse:
+def log_and_respond(error: TramontaneError, request_id: str, path: str = "") -> JSONResponse:
     """Return ``error_response``, and log errors that are not the client's fault, unless the server refuses on purpose."""
-    response = error_response(error)
+    response = error_response(error, path)
     if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
         logger.warning("request %s failed: %s", request_id, error, extra=request_fields(request_id))
     return response
@@ -70,7 +71,7 @@ def request_identity(request: Request) -> Identity:
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, TramontaneError)
-    return log_and_respond(error, request_id(request))
+    return log_and_respond(error, request_id(request), request.url.path)
 
 
 async def _client_closed(_request: Request, _error: Exception) -> Response:
@@ -89,9 +90,10 @@ def json_error(
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,
+    path: str = "",
 ) -> JSONResponse:
-    """Return an error response in OpenAI's shape."""
-    return JSONResponse(error_body(message, type, param, code), status, headers)
+    """Return an error response in the shape of the API that the path belongs to."""
+    return JSONResponse(error_shape(path).body(HttpErrorSpec(status, type, param, code), message), status, headers)
 
 
 def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -102,10 +104,12 @@ def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception],
         path = f"{request.url.path!r:.100}"
         if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
             advice = METRICS if request.url.path.rstrip("/").endswith("/metrics") else OTHER_PATHS
-            return json_error(error.status_code, f"{path} is not here; {advice}", "invalid_request_error")
+            message = f"{path} is not here; {advice}"
+            return json_error(error.status_code, message, "invalid_request_error", path=request.url.path)
         methods = _methods(routes, request)  # of all routes with this path; the error has those of one
         message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
-        return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
+        headers = {"allow": ", ".join(methods)}
+        return json_error(error.status_code, message, "invalid_request_error", headers=headers, path=request.url.path)
 
     return answer
 
@@ -122,6 +126,6 @@ def internal_error_handler(sends_request_id: bool) -> Callable[[Request, Excepti
         failed_id = request_id(request)
         logger.error("request %s failed by a defect of the server", failed_id, exc_info=error, extra=request_fields(failed_id))
         headers = {"x-request-id": failed_id} if sends_request_id else {}
-        return json_error(500, DEFECT, "server_error", headers=headers)
+        return json_error(500, DEFECT, "server_error", headers=headers, path=request.url.path)
 
     return answer

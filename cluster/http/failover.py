@@ -10,7 +10,7 @@ from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http.failover_response import SCOPE_RESUME, FailoverResponse
 from tramontane.proto.request import REQUEST_ID_HEADER, request_fields
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/fim/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/v1/responses", "/v1/messages")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before another attempt, after an ingress that was soon lost and sent no update
 QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy until then
 MAX_ATTEMPT_S = 40.0  # an ingress that refuses after longer has retried by itself, and the next one could do no more
@@ -38,7 +38,7 @@ class FailoverMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
             await self._app(scope, receive, send)
             return
-        body, response = _BufferedBody(receive), FailoverResponse(send)
+        body, response = _BufferedBody(receive), FailoverResponse(send, scope["path"])
         if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):  # else every ingress would get another id
             scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.state.id.encode())]}
         budget = _FailoverBudget()

@@ -11,7 +11,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.router.openai.errors import error_body
+from tramontane.cluster.http.error_shapes import error_shape
+from tramontane.router.openai.errors import HttpErrorSpec
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
 # Keys in the scope, next to those of HTTP, where no client can write.
@@ -25,12 +26,8 @@ PROGRESS_INTERVAL_S = 1.0  # as much is computed again when an ingress dies
 MAX_PROGRESS_BYTES = 2**18  # of log-probabilities in one report, which Ray Serve pickles within some milliseconds
 DEADLINE_STATUS = HTTPStatus.GATEWAY_TIMEOUT  # the client's own timeout has passed: another ingress could not help
 OTHER_MODEL = "the server has another model now; send the request again"
+UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
 LOST = "the server lost this request, and could not take it up again; send it again"
-
-
-def format_event(data: bytes) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + data + b"\n\n"
 
 
 class ProgressReporter:
@@ -67,8 +64,8 @@ class FailoverResponse:
     Its start is held back until there is a part of its body; until then another ingress may answer instead.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str = "") -> None:
+        self._send, self._shape = send, error_shape(path)
         self.state, self.num_updates = ResumeState(), 0
         self.node: str | None = None  # of the present ingress, once it has sent anything; empty if it does not name one
         self._start: Message | None = None  # from the present ingress, until the client gets something of it
@@ -116,18 +113,21 @@ class FailoverResponse:
             await self._send(self._start)
             self._has_begun = True
         elif self._start is not None and self._start["status"] != HTTPStatus.OK:  # an error within a stream that has begun
-            message["body"] = format_event(message.get("body", b""))
+            message["body"] = self._error_event(message.get("body", b""))
         await self._send(message)
 
     async def fail(self, scope: Scope, receive: Receive) -> None:
         """End the response with an error, because no ingress can continue it."""
-        response = JSONResponse(
-            error_body(LOST, "server_error", code="unavailable"), HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after": "1"}
-        )
+        response = JSONResponse(self._shape.body(UNAVAILABLE, LOST), UNAVAILABLE.status, {"retry-after": "1"})
         if self._has_begun:
-            await self._send({"type": "http.response.body", "body": format_event(bytes(response.body)), "more_body": False})
+            event = self._error_event(bytes(response.body))
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             await response(scope, receive, self._send)
+
+    def _error_event(self, body: bytes) -> bytes:
+        num_tokens = sum(len(choice.token_ids) for choice in self.state.choices.values())
+        return self._shape.event(body, self._shape.number_after(num_tokens))
 
 
 class NodeAnnouncer:
@@ -143,7 +143,9 @@ class NodeAnnouncer:
             await send({"type": MESSAGE_NODE, "id": self._node, "model": self._model})
             state.bind_model(self._model)
             if state.model != self._model:
-                await JSONResponse(error_body(OTHER_MODEL, "server_error"), HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
+                spec = HttpErrorSpec(503, "server_error")
+                body = error_shape(scope["path"]).body(spec, OTHER_MODEL)
+                await JSONResponse(body, spec.status)(scope, receive, send)
                 return
             scope = {**scope, SCOPE_PROGRESS: ProgressReporter(send)}
         await self._app(scope, receive, send)

@@ -10,6 +10,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
+from tramontane.router.chat_apis.messages_answer import AnthropicError, MessagesAnswer, TokenCount
+from tramontane.router.chat_apis.messages_request import CountTokensRequest, MessagesRequest
+from tramontane.router.chat_apis.responses_answer import ResponsesAnswer
+from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.fim.fim_request import FimRequest
 from tramontane.router.openai import responses
 from tramontane.router.openai.chat_request import ChatRequest
@@ -41,6 +45,7 @@ class Operation:
     body_type: str = JSON
     answer_type: str = JSON
     query: Mapping[str, JsonSchema] = field(default_factory=dict)
+    error: type[BaseModel] = responses.Error
 
 
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
@@ -71,6 +76,31 @@ OPERATIONS: Operations = MappingProxyType(
             FimRequest,
             FIM_EXAMPLE,
             streams=True,
+        ),
+        ("POST", "/v1/responses"): Operation(
+            "Answer in a conversation, as OpenAI's Responses API",
+            ResponsesAnswer,
+            ERRORS_OF_TOKENS,
+            ResponsesRequest,
+            {"input": "What news?", "max_output_tokens": 16},
+            streams=True,
+        ),
+        ("POST", "/v1/messages"): Operation(
+            "Answer in a conversation, as Anthropic's Messages API",
+            MessagesAnswer,
+            ERRORS_OF_TOKENS,
+            MessagesRequest,
+            CHAT_EXAMPLE,
+            streams=True,
+            error=AnthropicError,
+        ),
+        ("POST", "/v1/messages/count_tokens"): Operation(
+            "Number of tokens of a conversation",
+            TokenCount,
+            ERRORS_OF_MODEL,
+            CountTokensRequest,
+            {"messages": CHAT_EXAMPLE["messages"]},
+            error=AnthropicError,
         ),
         ("GET", "/v1/models"): Operation("The model that is served, once for each of its names", ModelList),
         ("GET", "/v1/models/{name}"): Operation("The model that is served", Model, (404,)),
@@ -129,7 +159,7 @@ def _operation_object(operation: Operation, path: str, errors: Sequence[int]) ->
         content["text/event-stream"] = {"schema": EVENT}
     statuses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in errors:
-        error = {JSON: {"schema": _ref(responses.Error)}}
+        error = {JSON: {"schema": _ref(operation.error)}}
         statuses[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     described: dict[str, Any] = {"summary": operation.summary, "responses": statuses}
     if operation.body is not None:
@@ -151,7 +181,7 @@ def _ref(model: type[BaseModel]) -> JsonSchema:
 def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
     """Build the schemas of requests as they are read, and of responses as they are written."""
     bodies = {operation.body for operation in operations if operation.body}
-    returned = {operation.answer for operation in operations if operation.answer} | {responses.Error}
+    returned = {operation.answer for operation in operations if operation.answer} | {each.error for each in operations}
     kinds = sorted(bodies | returned, key=lambda kind: kind.__name__)
     _, page = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REF_TEMPLATE)
     schemas: dict[str, JsonSchema] = page["$defs"]

@@ -55,17 +55,18 @@ class AuthMiddleware:
             access_log.write(scope, request_id)
 
     async def _dispatch(self, scope: Scope, receive: Receive, respond: Send) -> None:
-        identity = Identity() if _path(scope) in self._public_paths else self._keys.authenticate(_authorization(scope))
+        identity = Identity() if _path(scope) in self._public_paths else self._keys.authenticate(_credentials(scope))
         if identity is not None:
             scope["state"]["identity"] = identity
             await self._app(scope, receive, respond)
         else:
             refusal = json_error(
                 401,
-                "this server wants an API key; send a valid one as Authorization: Bearer KEY",
+                "this server wants an API key; send a valid one as Authorization: Bearer KEY, or as x-api-key: KEY",
                 "invalid_request_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
+                path=_path(scope),
             )
             await refusal(scope, receive, respond)
 
@@ -104,7 +105,13 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _authorization(scope: Scope) -> str | None:
-    """Return the header; None also if there are several, of which another server may read another one."""
+def _credentials(scope: Scope) -> str | None:
+    """Return the header Authorization, or Anthropic's x-api-key in its form.
+
+    None also if there are several that differ, of which another server may read another one.
+    """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    return given[0].decode("latin-1") if len(given) == 1 else None
+    keys = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(given) > 1 or len(keys) > 1 or (given and keys and given != keys):
+        return None
+    return (given or keys)[0].decode("latin-1") if given or keys else None

@@ -1,7 +1,7 @@
 """Streamed responses: server-sent events, with a rate of writes that all streams share."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -9,11 +9,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tramontane.cluster.http.error_shapes import error_shape, format_event
 from tramontane.cluster.http.errors import log_and_respond
-from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME, format_event
+from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.body_bounds import run_off_loop
+from tramontane.router.openai.body_bounds import SMALL_BODY, run_off_loop
+from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chunks import Event
+from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.responses import encode_and_free, to_json
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
@@ -22,7 +26,7 @@ Changes = AsyncGenerator[list[Any], None]
 
 
 class StreamingAnswer(Protocol):
-    """A streamed response: ``Completion`` or ``ChatCompletion``."""
+    """An answer that can be streamed."""
 
     def stream(self, source: TokenSource) -> Changes:
         """Yield changes of the choices each time some are ready."""
@@ -39,7 +43,7 @@ class StreamingAnswer(Protocol):
 
     @property
     def change_bytes(self) -> int:
-        """About how many bytes of JSON the log-probabilities and expert ids of the last changes are."""
+        """About how many bytes of JSON the next events are, without what a few tokens add."""
         ...
 
     @property
@@ -47,13 +51,61 @@ class StreamingAnswer(Protocol):
         """The fingerprint of the pipeline that made the last tokens, if it is known."""
         ...
 
-    def chunk(self, choices: list[Any]) -> dict[str, Any]:
-        """Return the event for these changes."""
+    @property
+    def next_number(self) -> int:
+        """Number of the next event, where the API numbers events."""
         ...
 
-    def last_chunk(self) -> dict[str, Any]:
-        """Return the event with the usage."""
+    @property
+    def ending(self) -> bytes:
+        """What follows the last event."""
         ...
+
+    def opening(self) -> list[Event]:
+        """Return the events before those of the first changes; none if the client has received them."""
+        ...
+
+    def events(self, changes: list[Any]) -> list[Event]:
+        """Return the events of these changes; with the last changes also those that end the stream."""
+        ...
+
+
+class ChunkStream:
+    """A completion or a chat as a stream of OpenAI's chunks, which have no names, and ``[DONE]``."""
+
+    ending = b"data: [DONE]\n\n"
+    next_number = 0
+
+    def __init__(self, answer: Completion | ChatCompletion) -> None:
+        self._answer = answer
+        self.stream, self.take_updates = answer.stream, answer.take_updates
+
+    @property
+    def is_finished(self) -> bool:
+        """See ``StreamingAnswer``."""
+        return self._answer.is_finished
+
+    @property
+    def change_bytes(self) -> int:
+        """See ``StreamingAnswer``."""
+        return self._answer.change_bytes
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See ``StreamingAnswer``."""
+        return self._answer.fingerprint
+
+    def opening(self) -> list[Event]:
+        """Return the event that names the role, of a chat."""
+        first = self._answer.opening() if isinstance(self._answer, ChatCompletion) else None
+        return [] if first is None else [Event("", first)]
+
+    def events(self, changes: list[Any]) -> list[Event]:
+        """Return the chunk of these changes, and at the end the one with the usage if the client wants it."""
+        events = [Event("", self._answer.chunk(changes))]
+        if self.is_finished and self._answer.includes_usage:
+            events.append(Event("", self._answer.last_chunk()))
+        return events
 
 
 def fingerprint_header(fingerprint: str | None) -> dict[str, str]:
@@ -121,42 +173,35 @@ class SseResponse(StreamingResponse):
 
 
 async def sse_events(
-    pacer: Pacer,
-    answer: StreamingAnswer,
-    first: list[dict[str, Any]],
-    changes: Changes,
-    request_id: str,
-    *,
-    includes_usage: bool,
-    opening: dict[str, Any] | None = None,
+    pacer: Pacer, answer: StreamingAnswer, first: list[Any], changes: Changes, request_id: str, path: str = ""
 ) -> AsyncGenerator[SseChunk, None]:
-    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``opening`` comes before them."""
+    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``path`` is the request's."""
     clock = asyncio.get_running_loop().time
     pacer.num_streams += 1
     try:
         async with aclosing(changes):
-            ready = await _events(answer, first, includes_usage, before=b"" if opening is None else _event(opening))
+            ready = await _write(answer, first, is_first=True)
             while not answer.is_finished:
                 yield SseChunk(ready, answer.take_updates())
                 await pacer.wait_turn(clock())
-                ready = await _events(answer, await anext(changes), includes_usage)
+                ready = await _write(answer, await anext(changes))
         yield SseChunk(ready, answer.take_updates(), is_last=True)
     except TramontaneError as error:
-        yield SseChunk(format_event(bytes(log_and_respond(error, request_id).body)), [], is_last=True)
+        body = bytes(log_and_respond(error, request_id, path).body)
+        yield SseChunk(error_shape(path).event(body, answer.next_number), [], is_last=True)
     finally:
         pacer.num_streams -= 1
 
 
-async def _events(answer: StreamingAnswer, changes: list[Any], includes_usage: bool, before: bytes = b"") -> bytes:
-    """Return one write: ``before``, the event of these changes and, with the last ones, the end of the stream."""
-    chunk, after = answer.chunk(changes), b""
-    if answer.is_finished:
-        after = (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
-    if not answer.change_bytes:  # nearly always
-        return before + _event(chunk) + after
+async def _write(answer: StreamingAnswer, changes: list[Any], *, is_first: bool = False) -> bytes:
+    """Return one write: the events of these changes, after those that open the stream, and with the last ones its end."""
+
+    def events(encode: Callable[[dict[str, Any]], bytes]) -> bytes:
+        all_events = [*(answer.opening() if is_first else ()), *answer.events(changes)]
+        pieces = [format_event(encode(event.data), event.name) for event in all_events]
+        return b"".join(pieces) + (answer.ending if answer.is_finished else b"")
+
+    if answer.change_bytes <= SMALL_BODY:  # nearly always
+        return events(lambda data: to_json(data).encode())
     # An event may have 16 MiB, of which each copy takes milliseconds.
-    return await run_off_loop(answer.change_bytes, lambda: before + format_event(encode_and_free(chunk)) + after)
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return format_event(to_json(data).encode())
+    return await run_off_loop(answer.change_bytes, lambda: events(encode_and_free))

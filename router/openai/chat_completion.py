@@ -16,7 +16,7 @@ from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
-from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall
+from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
@@ -25,7 +25,7 @@ from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, is_open_after
-from tramontane.router.tokenization.tool_parser import ToolCallParser, merge_deltas
+from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +101,36 @@ def _encode_large(
     return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)
 
 
-def _detokenizer(
-    model: ServedModel, template: ChatTemplate, request: ChatRequest, *, is_open: bool, has_grammar: bool
-) -> ChatDetokenizer:
-    """Return the detokenizer of one choice. ``is_open``: the prompt ends inside a thought."""
-    tokenizer, tool_format, form = model.tokenizer, template.tool_format, template.reasoning_format
-    is_start, tools, thoughts = not request.continues_message, None, None
-    if tokenizer and tool_format and visible_tools(request.tools, request.tool_choice):
-        tools = ToolCallParser(tokenizer, tool_format)
-    if tokenizer and form:
-        thoughts = ReasoningParser(form, tokenizer, is_open=is_open, only_first=has_grammar, is_text_start=is_start)
-    return ChatDetokenizer(
-        tokenizer,
-        request.stop,
-        request.min_tokens,
-        is_text_start=is_start,
-        stop_token_ids=request.stop_token_ids,
-        includes_stop=request.include_stop_str_in_output,
-        tools=tools,
-        thoughts=thoughts,
-    )
+@dataclass(frozen=True, slots=True)
+class _Detokenizers:
+    """Makes the detokenizers of a request's choices. ``is_open``: the prompt ends inside a thought."""
+
+    model: ServedModel
+    template: ChatTemplate
+    request: ChatRequest
+    kind: type[ChatDetokenizer]
+    is_open: bool
+    has_grammar: bool
+
+    def make(self, answer_id: str, index: int) -> ChatDetokenizer:
+        """Return the detokenizer of one choice; ids of its calls follow from the answer's."""
+        request, tokenizer = self.request, self.model.tokenizer
+        tool_format, form = self.template.tool_format, self.template.reasoning_format
+        is_start, tools, thoughts = not request.continues_message, None, None
+        if tokenizer and tool_format and visible_tools(request.tools, request.tool_choice):
+            tools = ToolCallParser(tokenizer, tool_format, call_ids(f"{answer_id} {index}"))
+        if tokenizer and form:
+            thoughts = ReasoningParser(form, tokenizer, is_open=self.is_open, only_first=self.has_grammar, is_text_start=is_start)
+        return self.kind(
+            tokenizer,
+            request.stop,
+            request.min_tokens,
+            is_text_start=is_start,
+            stop_token_ids=request.stop_token_ids,
+            includes_stop=request.include_stop_str_in_output,
+            tools=tools,
+            thoughts=thoughts,
+        )
 
 
 class ChatCompletion:
@@ -129,7 +139,7 @@ class ChatCompletion:
     def __init__(
         self, completion: Completion, choices: Sequence[ChatDetokenizer], *, has_begun: bool, opening_text: str = ""
     ) -> None:
-        self._completion, self._choices, self._has_begun = completion, choices, has_begun
+        self._completion, self._choices, self.has_begun = completion, choices, has_begun
         self._num_choices = len(choices)
         self._opening_text = opening_text  # of the client, with which every answer begins
 
@@ -141,8 +151,9 @@ class ChatCompletion:
         request: ChatRequest,
         arrived_at: float,
         resume_state: ResumeState | None = None,
+        detokenizer: type[ChatDetokenizer] = ChatDetokenizer,
     ) -> "ChatCompletion":
-        """Render, tokenize and validate. Raises RequestError for what can never run."""
+        """Render, tokenize and validate. Raises RequestError for what can never run. ``detokenizer``: of every choice."""
         if request.n > model.max_sequences:
             limit = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {limit}", "n")
@@ -160,11 +171,13 @@ class ChatCompletion:
         is_open = form is not None and model.tokenizer is not None and is_open_after(form, model.tokenizer, ids)
         drops_space = model.tokenizer is not None and model.tokenizer.strips_space and not request.continues_message
         grammar = await _grammar(request, template, is_open=is_open, drops_space=drops_space)
-        choices = [_detokenizer(model, template, request, is_open=is_open, has_grammar=bool(grammar)) for _ in range(request.n)]
+        state = resume_state or ResumeState()
+        detokenizers = _Detokenizers(model, template, request, detokenizer, is_open, bool(grammar))
+        choices = [detokenizers.make(state.id, index) for index in range(request.n)]
         builder = ChoiceBuilder(
             choices, chat_logprobs, merge_chat_logprobs, grammar, "chatcmpl", "chat.completion.chunk", ChatChunk
         )
-        completion_request, state = _to_completion_request(request, ids, max_new_tokens), resume_state or ResumeState()
+        completion_request = _to_completion_request(request, ids, max_new_tokens)
         completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
         return cls(completion, choices, has_begun=bool(state.choices), opening_text=request.echoed_prefix)
 
@@ -187,9 +200,29 @@ class ChatCompletion:
         return self._completion.is_finished
 
     @property
+    def includes_usage(self) -> bool:
+        """See ``Completion``."""
+        return self._completion.includes_usage
+
+    @property
     def fingerprint(self) -> str | None:
         """See ``Completion``."""
         return self._completion.fingerprint
+
+    @property
+    def choices(self) -> Sequence[ChatDetokenizer]:
+        """The choices, as far as they have come."""
+        return self._choices
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        """Fields of every answer and chunk."""
+        return self._completion.head
+
+    @property
+    def usage(self) -> Usage:
+        """See ``Completion``."""
+        return self._completion.usage
 
     @property
     def change_bytes(self) -> int:
@@ -207,7 +240,7 @@ class ChatCompletion:
 
     def opening(self) -> dict[str, Any] | None:
         """Return the first event, which names the role; None if the client has received it."""
-        if self._has_begun:
+        if self.has_begun:
             return None
         delta = Delta(role="assistant", content=self._opening_text)
         choices = (ChatChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in range(self._num_choices))

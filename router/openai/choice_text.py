@@ -87,6 +87,11 @@ class ChoiceDetokenizer:
         self.finish, self._pending = state.finish, list(state.pending_logprobs)
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice; None: none did."""
+        return self._matcher.matched
+
+    @property
     def pending_logprobs(self) -> list[TokenWithLogprobs]:
         """Tokens with log-probabilities whose text may not be emitted yet."""
         return list(self._pending)
@@ -152,6 +157,11 @@ class ChatDetokenizer(ChoiceDetokenizer):
         self._reasoning: list[str] = []  # that was not taken
         self._undecided: deque[tuple[int, TokenLogprobs | None]] = deque()  # tokens that may be of a marker
         self.num_reasoning_tokens = None if thoughts is None else 0
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether calls have begun, which no text follows."""
+        return self._tools is not None and self._tools.is_calling
 
     @property
     def can_think(self) -> bool:

@@ -4,7 +4,7 @@ The choices of a chunk are dictionaries (``CompletionChange``, ``ChatChange``): 
 half as long again as all other work on it. Tests validate them against ``CompletionChunk`` and ``ChatChunk``.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from pydantic import Field
 
@@ -32,6 +32,13 @@ class CompletionChange(TypedDict):
     prompt_experts: NotRequired[dict[str, list[tuple[int, ...]]]]
     experts: NotRequired[dict[str, list[tuple[int, ...]]]]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+
+
+class Event(NamedTuple):
+    """One server-sent event: its data, and its name where the API names events; empty: none."""
+
+    name: str
+    data: dict[str, Any]
 
 
 class Chunk(AnswerHead):

@@ -155,6 +155,11 @@ class Completion:
         return all(choice.finish for choice in self._choices)
 
     @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event about the usage."""
+        return self._request.includes_usage
+
+    @property
     def fingerprint(self) -> str | None:
         """The fingerprint of the pipeline that made the last tokens, if it is known."""
         fingerprint: str | None = self.head["system_fingerprint"]

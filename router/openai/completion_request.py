@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from tramontane.proto.errors import ParameterError, did_you_mean
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.body_bounds import check_elements
-from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, index_of_form
+from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at, is_form
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields
 from tramontane.router.structured.request_model import default_if_null, only_true, unsupported_except
 
@@ -198,8 +198,7 @@ def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
     path = problem["loc"]
     if problem["type"].startswith("union_tag"):
         return (*path, problem["ctx"]["discriminator"].strip("'"))
-    form = index_of_form(path)
-    return path if form is None else (*path[:form], *path[form + 1 :])
+    return tuple(part for index, part in enumerate(path) if not is_form(path, index))
 
 
 def _tag(problem: ErrorDetails) -> Any:  # noqa: ANN401

@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from tramontane.proto import errors
 from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
 
+TYPE_TAG = "type="
+
 
 def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return OpenAI's object for an error."""
@@ -115,8 +117,8 @@ def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
     """
     shapes = list(_shapes(kind, _schema(kind)))
     for index, part in enumerate(place):
-        if index == index_of_form(place):
-            shapes = [shape for shape in shapes if part in _constants(shape)]
+        if is_form(place, index):
+            shapes = [shape for shape in shapes if str(part).removeprefix(TYPE_TAG) in _constants(shape)]
         else:
             is_item = isinstance(part, int)
             found = [each.get("items", {}) if is_item else each.get("properties", {}).get(part, {}) for each in shapes]
@@ -125,12 +127,13 @@ def fields_at(kind: type[BaseModel], place: Sequence[str | int]) -> list[str]:
     return list(objects[0]) if len(objects) == 1 else []
 
 
-def index_of_form(place: Sequence[str | int]) -> int | None:
-    """Return where in a place pydantic has the form that was chosen, which is not in the client's JSON; None: nowhere.
+def is_form(place: Sequence[str | int], index: int) -> bool:
+    """Return whether a part of a place is the form that pydantic chose, which is not in the client's JSON.
 
-    It puts the role of a message after its index, ("messages", 0, "user", "content"), and after ``tool_choice`` its form.
+    It puts the role of a message after its index, ("messages", 0, "user", "content"), after ``tool_choice`` its form, and after
+    an object that its ``type`` tells apart ``type=`` with that: ("input", 0, "type=message", "role").
     """
-    return {"messages": 2, "tool_choice": 1}.get(str(place[0])) if place else None
+    return index == {"messages": 2, "tool_choice": 1}.get(str(place[0])) or str(place[index]).startswith(TYPE_TAG)
 
 
 @cache

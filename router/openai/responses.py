@@ -23,29 +23,31 @@ Bulk = Annotated[T, WrapValidator(_validate_json)]
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # ``json.dumps`` makes one a call
 MAX_PIECE = 64  # items of a list, each with some tens of values, that are encoded in two milliseconds
 CHOICES_DEPTH = 1  # of the list of choices in an answer or a chunk; deeper lists are long ones of small items
+BULK_LISTS = frozenset({"choices", "output", "logprobs"})  # of answers and events, by name
 
 
-def encode_and_free(answer: dict[str, Any]) -> bytes:
-    """Encode an answer or a chunk as JSON, and empty its list of choices.
+def encode_and_free(answer: dict[str, Any], list_depth: int = CHOICES_DEPTH) -> bytes:
+    """Encode an answer or an event as JSON, and empty its ``BULK_LISTS``. ``list_depth``: of the deepest list of large items.
 
     To free half a million values takes long, so the thread that encodes them does it. They are encoded piece by piece: the
     encoder holds Python's interpreter lock until it returns.
     """
-    encoded = b"".join(map(str.encode, _json_pieces(answer, 0)))
-    answer["choices"].clear()
+    encoded = b"".join(map(str.encode, _json_pieces(answer, 0, list_depth)))
+    for name in BULK_LISTS & answer.keys():
+        answer[name].clear()
     return encoded
 
 
-def _json_pieces(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401
+def _json_pieces(value: Any, depth: int, list_depth: int = CHOICES_DEPTH) -> Iterator[str]:  # noqa: ANN401
     if isinstance(value, dict) and value:
         for number, (name, each) in enumerate(value.items()):
             yield f"{',' if number else '{'}{to_json(name)}:"
-            yield from _json_pieces(each, depth + 1)
+            yield from _json_pieces(each, depth + 1, list_depth)
         yield "}"
-    elif isinstance(value, list) and value and depth <= CHOICES_DEPTH:
+    elif isinstance(value, list) and value and depth <= list_depth:
         for number, each in enumerate(value):
             yield "," if number else "["
-            yield from _json_pieces(each, depth + 1)
+            yield from _json_pieces(each, depth + 1, list_depth)
         yield "]"
     elif isinstance(value, list) and len(value) > MAX_PIECE:
         for start in range(0, len(value), MAX_PIECE):

@@ -13,6 +13,7 @@ class StopMatcher:
         self._stops, self._includes_stop = stops, includes_stop
         self._held = ""
         self._overlaps = [_PrefixMatcher(stop) for stop in stops]
+        self.matched: str | None = None  # the stop string at which the text was cut
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text to emit now, and whether a stop string is complete. With ``may_stop`` False none completes in ``text``.
@@ -27,6 +28,7 @@ class StopMatcher:
         found = [(at + len(stop), at) for stop in stops if (at := self._held.find(stop, max(num_held - len(stop) + 1, 0))) >= 0]
         if found:  # the one that completes first; of several the longest
             end, start = min(found)
+            self.matched = self._held[start:end]
             emitted, self._held = self._held[: end if self._includes_stop else start], ""
             return emitted, True
         for overlap in self._overlaps:

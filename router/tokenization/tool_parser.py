@@ -10,6 +10,8 @@ The deltas of a call are OpenAI's: the first has its id and name, all have piece
 A choice that has made a call finishes with the reason ``tool_calls`` instead of ``stop``.
 """
 
+import hashlib
+import itertools
 import re
 import secrets
 import string
@@ -27,6 +29,17 @@ ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 def new_call_id() -> str:
     """Return a random id of nine letters and digits."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+
+
+def call_ids(answer_id: str) -> Callable[[], str]:
+    """Return a function like ``new_call_id`` whose ids follow from the answer's, so that another ingress makes the same."""
+    numbers = itertools.count()
+
+    def next_id() -> str:
+        digest = hashlib.sha256(f"{answer_id} {next(numbers)}".encode()).digest()
+        return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:ID_LENGTH])
+
+    return next_id
 
 
 @dataclass(frozen=True, slots=True)

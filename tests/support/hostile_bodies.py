@@ -23,6 +23,7 @@ SCHEMA = '"response_format":{"type":"json_schema","json_schema":{"name":"a","sch
 USER = '{"messages":[{"role":"user","content":"a"}],'
 CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"123456789","type":"function","function":{"name":"f","arguments":'
 TOOL = '"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":VALUE}}}]}'
+MESSAGE = '{"max_tokens":1,"messages":[{"role":"user","content":"a"}],'
 TEMPLATES = {
     "/v1/completions": (
         '{"prompt":VALUE}',
@@ -44,6 +45,33 @@ TEMPLATES = {
         '{"tool_choice":VALUE}',
         USER + SCHEMA + "}",
     ),
+    "/v1/responses": (
+        '{"input":VALUE}',
+        '{"input":[{"role":"user","content":VALUE}]}',
+        '{"input":[{"type":"function_call_output","call_id":"123456789","output":VALUE}]}',
+        '{"input":[{"type":VALUE}]}',
+        '{"input":"a","tools":VALUE}',
+        '{"input":"a","tools":[{"type":"function","name":"f","parameters":{"enum":VALUE}}]}',
+        '{"input":"a","text":{"format":{"type":"json_schema","name":"a","schema":{"enum":VALUE}}}}',
+        '{"input":"a","tool_choice":VALUE}',
+        '{"input":"a","metadata":VALUE}',
+        '{"input":"a","prompt_cache_options":{"mode":VALUE}}',
+        '{"input":"a","previous_response_id":VALUE}',
+    ),
+    "/v1/messages": (
+        '{"max_tokens":1,"messages":[{"role":"user","content":VALUE}]}',
+        '{"max_tokens":1,"messages":VALUE}',
+        '{"max_tokens":1,"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":VALUE}]}]}',
+        '{"max_tokens":1,"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"123456789","name":"f","input":VALUE}]}]}',
+        '{"max_tokens":1,"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"1","name":"f","input":{"a":VALUE}}]}]}',
+        MESSAGE + '"system":VALUE}',
+        MESSAGE + '"tools":VALUE}',
+        MESSAGE + '"tools":[{"name":"f","input_schema":{"enum":VALUE}}]}',
+        MESSAGE + '"stop_sequences":VALUE}',
+        MESSAGE + '"tool_choice":VALUE}',
+        MESSAGE + '"output_config":{"format":{"type":"json_schema","schema":{"enum":VALUE}}}}',
+    ),
+    "/v1/messages/count_tokens": ('{"messages":[{"role":"user","content":VALUE}]}', '{"messages":VALUE}', '{"other":VALUE}'),
     "/tokenize": ('{"prompt":VALUE}', '{"messages":VALUE}', USER + TOOL, '{"other":VALUE}'),
     "/detokenize": ('{"tokens":VALUE}', '{"other":VALUE}'),
     "/experts": ('{"tokens_by_layer":VALUE}', "VALUE"),

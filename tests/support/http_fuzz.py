@@ -6,6 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from tramontane.router.chat_apis.messages_request import MessagesRequest
+from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import MAX_PROMPTS, CompletionRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -102,13 +104,22 @@ MANY_MISTAKES: dict[str, tuple[type[BaseModel], bytes]] = {
     "tools of a conversation": (TokenizeRequest, _many(USER + b'"tools":[', b"{}")),
     "tokens": (DetokenizeRequest, _many(b'{"tokens":[', b'""')),
     "layers": (CompletionRequest, _many(b'{"prompt":"a","return_experts":[', b"-1")),
+    "items": (ResponsesRequest, _many(b'{"input":[', b"{}")),
+    "tools of a response": (ResponsesRequest, _many(b'{"input":"a","tools":[', b"{}")),
+    "turns": (MessagesRequest, _many(b'{"max_tokens":1,"messages":[', b"{}")),
+    "blocks": (MessagesRequest, _many(b'{"max_tokens":1,"messages":[{"role":"user","content":[', b"{}", b"]}]}")),
     "prompts": (CompletionRequest, b'{"prompt":[' + b",".join([b'""'] * (MAX_PROMPTS + 1)) + b"]}"),
 }
 
 
-def check_error(body: bytes, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Check that the body is an error of OpenAI's shape, and return the error."""
+def check_error(body: bytes, param: str | None = None, code: str | None = None, path: str = "") -> dict[str, Any]:
+    """Check that the body is an error of OpenAI's shape, or of Anthropic's where the path is of its API, and return the error."""
     parsed = json.loads(body)
+    if path.startswith("/v1/messages"):
+        assert parsed.keys() == {"type", "error"}
+        assert parsed["error"].keys() == {"type", "message"}
+        anthropics: dict[str, Any] = parsed["error"]
+        return anthropics
     assert parsed.keys() == {"error"}
     error: dict[str, Any] = parsed["error"]
     assert error.keys() == {"message", "type", "param", "code"}

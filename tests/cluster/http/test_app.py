@@ -902,7 +902,7 @@ def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, 
     async def scenario() -> None:
         async with _held(chain, tokenizer) as held:
             caller = Caller(held.harness.app, json.dumps(LONG).encode())
-            response = await held.harness.server.completions(Request(caller._scope, caller._receive))
+            response = await held.harness.server.tokens.completions(Request(caller._scope, caller._receive))
             assert isinstance(response, SseResponse)
             body = response.events
             async with aclosing(body):

@@ -19,7 +19,7 @@ from scripted_token_source import CHAT, MODEL, ScriptedSource, client_for, http_
 from starlette.applications import Starlette
 
 from tramontane.cluster.config.measurements import ExpertLoad
-from tramontane.cluster.http import app, sse
+from tramontane.cluster.http import sse, token_endpoints
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.cluster.serving.token_channel import MAX_MESSAGE_VALUES
@@ -94,7 +94,7 @@ def test_the_event_loop_parses_no_large_body_and_no_parser_gets_too_many_element
                 response = await client.post(path, content=body)
                 assert response.status_code in (200, 400), (name, response.text[:200])
                 if response.status_code == 400:
-                    check_error(response.content)
+                    check_error(response.content, path=path)
 
     asyncio.run(scenario())
     assert spy.num_large
@@ -213,7 +213,7 @@ def off_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     watch(Completion, "_process", size_of)
     watch(ChoiceBuilder, "merge_changes", lambda _self, changes, _request: len(repr(changes)) // 2)
-    watch(app, "encode_and_free", lambda answer: len(repr(answer)) // 2)
+    watch(token_endpoints, "encode_and_free", lambda answer, _depth: len(repr(answer)) // 2)
     watch(sse, "encode_and_free", lambda chunk: len(repr(chunk)) // 2)
     num_tokens = lambda changes: sum(len(change["logprobs"]["tokens"]) for change in changes)  # noqa: E731
     watch(servicer_module, "to_generate_response", lambda changes: num_tokens(changes) * (TOP + 1) * BYTES_PER_VALUE)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,9 +37,11 @@ from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, root_route, ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.chat_apis.messages_request import MessagesRequest
+from tramontane.router.chat_apis.responses_request import ResponsesRequest
 from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
-from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
 from tramontane.router.openai.tokenize import Detokenized
 
 USER = {"role": "user", "content": "Hello!"}
@@ -111,6 +114,7 @@ def test_whatever_it_allows_is_answered_as_it_says(case: Any) -> None:  # noqa: 
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 RICH: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
     ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stop": "my", "logit_bias": {"7": 1}}),
@@ -122,6 +126,12 @@ RICH: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [USER], "stream": True, "stream_options": {"continuous_usage_stats": True}}),
     ("/v1/chat/completions", {"messages": [USER], "guided_choice": ["a"], "stop_token_ids": [5], "metadata": {"a": 1}}),
     ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a+"}, "random_seed": 1}),
+    ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 2}),
+    ("/v1/responses", {"input": [USER], "instructions": "b", "metadata": {"a": "b"}, "text": {"format": {"type": "text"}}}),
+    ("/v1/responses", {"input": "a", "tools": [FUNCTION], "tool_choice": "none", "stream": True}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 5, "system": "b", "stop_sequences": ["my"], "top_k": 3}),
+    ("/v1/messages", {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "max_tokens": 5, "stream": True}),
+    ("/v1/messages/count_tokens", {"messages": [USER], "system": [{"type": "text", "text": "a"}]}),
     ("/tokenize", {"messages": [USER]}),
 ]
 
@@ -235,6 +245,12 @@ def test_extra_routes_describe_themselves() -> None:
     [
         (CompletionRequest, parse_completion, '"prompt": "a"'),
         (ChatRequest, parse_chat, '"messages": [{"role": "user", "content": "a"}]'),
+        (ResponsesRequest, partial(parse_body, ResponsesRequest), '"input": "a"'),
+        (
+            MessagesRequest,
+            partial(parse_body, MessagesRequest),
+            '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1',
+        ),
     ],
 )
 def test_what_may_be_left_out_may_be_null(model: type[BaseModel], parse: Any, needed: str) -> None:  # noqa: ANN401
@@ -242,7 +258,7 @@ def test_what_may_be_left_out_may_be_null(model: type[BaseModel], parse: Any, ne
     described = _get("/openapi.json").json()["components"]["schemas"][model.__name__]
     assert described["properties"].keys() == model.model_fields.keys()
     assert described["additionalProperties"] is False
-    for name in model.model_fields.keys() - {"prompt", "messages"}:
+    for name in model.model_fields.keys() - {"prompt", "messages", "input", "max_tokens" if model is MessagesRequest else ""}:
         assert {"type": "null"} in described["properties"][name]["anyOf"], name
         body = f'{{{needed}, "{name}": null}}'.encode()
         assert parse(body).model_dump(exclude={name}) == parse(f"{{{needed}}}".encode()).model_dump(exclude={name})

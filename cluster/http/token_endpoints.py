@@ -1,0 +1,171 @@
+"""Endpoints that generate tokens, whole or as a stream: completions, chats, and the APIs that are chats in another shape."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tramontane.cluster.http.body_limits import BodyLimiter
+from tramontane.cluster.http.errors import request_id, request_identity
+from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME
+from tramontane.cluster.http.sse import ChunkStream, Pacer, SseResponse, StreamingAnswer, fingerprint_header, sse_events
+from tramontane.proto.errors import OverloadedError
+from tramontane.proto.ports import TokenSource
+from tramontane.router.chat_apis.block_answer import BlockAnswer
+from tramontane.router.chat_apis.conversation import Conversation
+from tramontane.router.chat_apis.messages_answer import MessagesAnswers, count_tokens
+from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
+from tramontane.router.chat_apis.responses_events import ResponsesAnswers
+from tramontane.router.chat_apis.responses_request import ResponsesCall, parse_responses
+from tramontane.router.fim.fim_completion import FimCompletion
+from tramontane.router.fim.fim_request import FimRequest, parse_fim
+from tramontane.router.openai.body_bounds import run_off_loop
+from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_request import ChatRequest, parse_chat
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
+from tramontane.router.openai.request_stats import RequestStats
+from tramontane.router.openai.responses import CHOICES_DEPTH, encode_and_free
+from tramontane.router.openai.resume_state import ResumeState, no_progress
+from tramontane.router.openai.served_model import ServedModel, check_model_name
+from tramontane.router.tokenization.chat import ChatTemplate
+
+T = TypeVar("T")
+Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, ResponsesCall, Conversation)
+
+
+class BodyReader:
+    """Reads and parses bodies within the bounds of a server, and counts those that are refused because too many are read."""
+
+    def __init__(self, limiter: BodyLimiter, max_bytes: int, counts: RequestStats) -> None:
+        self._limiter, self._max_bytes, self._counts = limiter, max_bytes, counts
+
+    async def parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """See ``BodyLimiter.parse``."""
+        try:
+            return await self._limiter.parse(request, self._max_bytes, parse)
+        except OverloadedError as error:
+            self._counts.record_refusal(error)
+            raise
+
+
+class TokenEndpoints:
+    """The endpoints of one model. ``chat``: how conversations become prompts."""
+
+    def __init__(self, model: ServedModel, source: TokenSource, chat: ChatTemplate, bodies: BodyReader, pacer: Pacer) -> None:
+        self._model, self._source, self._chat, self._bodies, self._pacer = model, source, chat, bodies, pacer
+
+    def routes(self) -> list[Route]:
+        """Return the routes of all endpoints."""
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/fim/completions", self.fim_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/completions``."""
+
+        def prepare(parsed: CompletionRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[Completion]:
+            return Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
+
+        return await self._complete(request, parse_completion, prepare)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/chat/completions``."""
+
+        def prepare(parsed: ChatRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+            return ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_chat, prepare)
+
+    async def fim_completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/fim/completions``."""
+
+        def prepare(parsed: FimRequest, arrived_at: float, resumed: ResumeState) -> Awaitable[ChatCompletion]:
+            return FimCompletion.of_request(self._model, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_fim, prepare)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer ``POST /v1/responses``."""
+
+        def prepare(parsed: ResponsesCall, arrived_at: float, resumed: ResumeState) -> Awaitable[ResponsesAnswers]:
+            return ResponsesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_responses, prepare)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer ``POST /v1/messages``."""
+
+        def prepare(parsed: Conversation, arrived_at: float, resumed: ResumeState) -> Awaitable[MessagesAnswers]:
+            return MessagesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
+
+        return await self._complete(request, parse_messages, prepare)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer ``POST /v1/messages/count_tokens``."""
+        parsed = await self._bodies.parse(request, parse_count_tokens)
+        check_model_name(self._model, parsed.model)
+        return JSONResponse((await count_tokens(self._model, self._chat, parsed)).as_json())
+
+    async def _complete(
+        self,
+        request: Request,
+        parse: Callable[[bytes], Body],
+        prepare: Callable[[Body, float, ResumeState], Awaitable[Completion | ChatCompletion | BlockAnswer]],
+    ) -> Response:
+        """Answer a request for tokens, whole or as a stream."""
+        arrived_at = time.monotonic()
+        resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
+        source = self._source_for(request, resumed)
+        parsed = await self._bodies.parse(request, parse)
+        check_model_name(self._model, parsed.model)
+        if not resumed.is_resumed:
+            source.check_capacity(parsed.num_sequences)
+        answer = await prepare(parsed, arrived_at, resumed)
+        if not parsed.stream:
+            return await _whole_answer(answer, source, request)
+        return await self._stream(request, answer if isinstance(answer, BlockAnswer) else ChunkStream(answer), source)
+
+    def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
+        """Make the request's source before its body is read.
+
+        Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
+        """
+        source = RequestTokenSource(
+            self._source, request_identity(request).owner, _deadline(request, resumed), request_id(request)
+        )
+        if not resumed.is_resumed:
+            source.check_capacity(1)
+        return source
+
+    async def _stream(self, request: Request, answer: StreamingAnswer, source: TokenSource) -> Response:
+        """Wait for the first tokens, which decide between a stream and an error with a status of its own."""
+        changes = answer.stream(source)
+        first = await anext(changes)
+        events = sse_events(self._pacer, answer, first, changes, request_id(request), request.url.path)
+        return SseResponse(events, changes, answer.fingerprint)
+
+
+async def _whole_answer(completion: Completion | ChatCompletion | BlockAnswer, source: TokenSource, request: Request) -> Response:
+    answer = await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress))
+    list_depth = BlockAnswer.list_depth if isinstance(completion, BlockAnswer) else CHOICES_DEPTH
+    body = await run_off_loop(completion.answer_bytes, lambda: encode_and_free(answer, list_depth))
+    return Response(body, media_type="application/json", headers=fingerprint_header(completion.fingerprint))
+
+
+def _deadline(request: Request, resumed: ResumeState) -> float:
+    """Return the deadline by the event loop's clock: of 30 s, an ingress that was lost has used 12, so 18 are left.
+
+    Raises ParameterError.
+    """
+    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - resumed.waited_s

@@ -1,0 +1,191 @@
+"""``/v1/messages`` without HTTP: the answer of a chat as Anthropic's message, whole or as events."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tramontane.proto.request import FinishReason
+from tramontane.router.chat_apis.block_answer import BlockAnswer, encode_conversation, prepare_chat
+from tramontane.router.chat_apis.blocks import Block, Step
+from tramontane.router.chat_apis.conversation import Conversation
+from tramontane.router.chat_apis.messages_blocks import check_depth
+from tramontane.router.openai.chunks import Event
+from tramontane.router.openai.responses import Answer, to_json
+from tramontane.router.openai.resume_state import ResumeState
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.chat import ChatTemplate
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextContent(Answer):
+    """A text of the model."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(Answer):
+    """A thought of the model. The signature is empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(Answer):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(Answer):
+    """Number of tokens. None come from a cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class MessagesAnswer(Answer):
+    """Answer of ``POST /v1/messages`` that is not streamed."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ThinkingContent | ToolUseContent]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(Answer):
+    """Answer of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+class AnthropicErrorDetails(Answer):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """Body of every response of these endpoints that is an error."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
+class MessagesAnswers(BlockAnswer):
+    """The message that answers one request."""
+
+    @classmethod
+    async def prepare(
+        cls, model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
+    ) -> "MessagesAnswers":
+        """Render, tokenize and validate. Raises RequestError for what can never run."""
+        return cls(await prepare_chat(model, template, conversation, arrived_at, state))
+
+    def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the whole message. A call that was cut off is left out: its input is no JSON yet."""
+        content = [written for block in self._blocks.all if (written := _content(block)) is not None]
+        return self._message(content or [_started(Block("text", 0))], self._chat.usage.completion_tokens, is_whole=True)
+
+    def first_events(self) -> list[Event]:
+        """Return the event before all blocks."""
+        return [_event("message_start", message=self._message([], 0, is_whole=False))]
+
+    def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
+        """Return the events of what happens to blocks."""
+        return [_event_of(step) for step in steps]
+
+    def last_events(self) -> list[Event]:
+        """Return the events after all blocks."""
+        usage = {"output_tokens": self._chat.usage.completion_tokens}
+        return [_event("message_delta", delta=self._stop(), usage=usage), _event("message_stop")]
+
+    def _message(self, content: list[dict[str, Any]], num_output: int, *, is_whole: bool) -> dict[str, Any]:
+        usage = {"input_tokens": self._chat.usage.prompt_tokens, "output_tokens": num_output}
+        head = self._chat.head
+        return {
+            "id": f"msg_{str(head['id']).partition('-')[2]}",
+            "type": "message",
+            "role": "assistant",
+            "model": head["model"],
+            "content": content,
+            **(self._stop() if is_whole else {"stop_reason": None, "stop_sequence": None}),
+            "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        """Return why the answer ended."""
+        stop, reason = self._choice.stop_string, self._choice.finish_reason
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        if self._choice.finish is FinishReason.STOP and stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": reasons.get(reason or "", "end_turn"), "stop_sequence": None}
+
+
+async def count_tokens(model: ServedModel, template: ChatTemplate, conversation: Conversation) -> TokenCount:
+    """Count the tokens of a conversation, as it would be given to the model. Raises ParameterError."""
+    return TokenCount(input_tokens=len(await encode_conversation(model, template, conversation)))
+
+
+def _event(kind: str, **fields: Any) -> Event:  # noqa: ANN401
+    return Event(kind, {"type": kind, **fields})
+
+
+def _event_of(step: Step) -> Event:
+    block = step.block
+    if step.action == "open":
+        return _event("content_block_start", index=block.index, content_block=_started(block))
+    if step.action == "close":
+        return _event("content_block_stop", index=block.index)
+    kind, name = {
+        "thought": ("thinking_delta", "thinking"),
+        "text": ("text_delta", "text"),
+        "call": ("input_json_delta", "partial_json"),
+    }[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, name: "".join(step.parts)})
+
+
+def _started(block: Block) -> dict[str, Any]:
+    """Return a block of which nothing is there yet."""
+    match block.kind:
+        case "thought":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+        case _:
+            return {"type": "text", "text": ""}
+
+
+def _content(block: Block) -> dict[str, Any] | None:
+    """Return a whole block; None for a call whose input is no JSON."""
+    match block.kind:
+        case "thought":
+            return {**_started(block), "thinking": block.content}
+        case "call":
+            arguments = parse_input(block.content)
+            return None if arguments is None else {**_started(block), "input": arguments}
+        case _:
+            return {**_started(block), "text": block.content}
+
+
+def parse_input(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if they are cut off, or nested too deeply."""
+    try:
+        value = json.loads(text)
+        check_depth(value)
+        to_json(value).encode()
+    except (ValueError, RecursionError):  # also for numbers and characters that JSON does not have
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,94 @@
+"""What the requests of both APIs share: fields that are refused with a reason, and objects that are chosen by their ``type``."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from tramontane.router.openai.chat_request import MAX_PARTS
+from tramontane.router.openai.errors import TYPE_TAG
+from tramontane.router.structured.request_model import RequestModel, unsupported_except
+
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # as OpenAI bounds them
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # how much a model is to think, if it knows that
+ShortText = Annotated[str, Field(max_length=MAX_VALUE)]
+
+
+def refused(reason: str, *allowed: Any) -> BeforeValidator:  # noqa: ANN401 - any JSON
+    """Refuse a parameter with a reason, unless its value has no effect: null, false, or one of ``allowed``."""
+    return unsupported_except(*allowed, reason=reason)
+
+
+def typed(name: str) -> Tag:
+    """Mark one of several objects: it is the one with this ``type``. Names of parameters in errors leave the mark out."""
+    return Tag(f"{TYPE_TAG}{name}")
+
+
+def by_type(default: str = "") -> Discriminator:
+    """Choose one of several objects by its ``type``; ``default``: where it has none."""
+
+    def tag(value: Any) -> str:  # noqa: ANN401
+        name = value.get("type") if isinstance(value, dict) else value.type
+        return f"{TYPE_TAG}{default if name is None else name}"
+
+    return Discriminator(tag)
+
+
+def known_types(names: Sequence[str], reason: str, default: str = "") -> BeforeValidator:
+    """Refuse objects of other types than these.
+
+    ``reason`` is what a client reads about an object of another type, whose name replaces ``{type}``.
+    """
+
+    def check(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, RequestModel):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"it must be an object with a type, one of {', '.join(names)}")
+        name = default if value.get("type") is None else value["type"]
+        if not name:
+            raise ValueError(f"its type is missing, which is one of {', '.join(names)}")
+        if not isinstance(name, str) or name not in names:
+            raise ValueError(reason.replace("{type}", f"{name!r:.40}" if isinstance(name, str) else "it has"))
+        return value
+
+    return BeforeValidator(check)
+
+
+def joined_texts(types: frozenset[str], fields: frozenset[str], what: str) -> Callable[[Any], Any]:
+    """Return a validator that joins parts as lines of one text, as chats do.
+
+    ``types``: of the parts that are texts. ``fields``: more fields that a part may have, without effect.
+    """
+    known = fields | {"type", "text"}
+
+    def join(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, list):
+            return value
+        if not value or len(value) > MAX_PARTS:
+            raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
+        return "\n".join(map(text_of, value))
+
+    def text_of(part: Any) -> str:  # noqa: ANN401
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in types:
+            shown = f"; {kind!r:.40} is not supported" if isinstance(kind, str) else ""
+            raise ValueError(f"this model reads and writes text only{shown}: {what}")
+        if not part.keys() <= known or not isinstance(part.get("text"), str):
+            raise ValueError(f'a part must be as {{"type": "{kind}", "text": "..."}}')
+        text: str = part["text"]
+        return text
+
+    return join
+
+
+def _check_metadata(value: Any) -> Any:  # noqa: ANN401
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise ValueError(f"it must be an object of at most {MAX_METADATA} texts")
+    if not all(isinstance(text, str) and len(text) <= MAX_VALUE and len(key) <= MAX_KEY for key, text in value.items()):
+        raise ValueError(f"its values must be texts of at most {MAX_VALUE} characters, its names of at most {MAX_KEY}")
+    return value
+
+
+MetadataInput = Annotated[dict[Annotated[str, Field(max_length=MAX_KEY)], ShortText], Field(max_length=MAX_METADATA)]
+RequestMetadata = Annotated[dict[str, str], BeforeValidator(_check_metadata, json_schema_input_type=MetadataInput)]

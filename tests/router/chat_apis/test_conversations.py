@@ -1,0 +1,84 @@
+"""Conversations of both APIs as messages of a chat, in their order, with the client's place of each message."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tramontane.proto.errors import ParameterError
+from tramontane.router.chat_apis.messages_request import parse_messages
+from tramontane.router.chat_apis.responses_request import parse_responses
+from tramontane.router.openai.chat_request import MAX_CALLS
+
+CALL = {"type": "function_call", "call_id": "123456789", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "123456789", "output": "x"}
+USE = {"type": "tool_use", "id": "123456789", "name": "f", "input": {"a": [1, "\u00e9"]}}
+TEXT = {"type": "text", "text": "a"}
+
+
+def test_items_of_an_answer_are_one_message() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"type": "message", "role": "assistant", "content": "a"}
+    items = [{"role": "user", "content": "q"}, thought, said, CALL, CALL, RESULT, RESULT, thought, said, thought, CALL]
+    conversation = parse_responses(json.dumps({"input": items}).encode()).conversation
+    messages = [message.message() for message in conversation.request.messages]
+    assert [(each.role, each.content, each.thoughts, len(each.tool_calls)) for each in messages] == [
+        ("user", "q", "", 0),
+        ("assistant", "a", "hm", 2),
+        ("tool", "x", "", 0),
+        ("tool", "x", "", 0),
+        ("assistant", "a", "hm", 0),
+        ("assistant", "", "hm", 1),
+    ]
+    assert conversation.places == ("input[0]", "input[1]", "input[5]", "input[6]", "input[7]", "input[9]")
+
+
+def test_texts_and_results_of_a_user_keep_their_order() -> None:
+    result = {"type": "tool_result", "tool_use_id": "123456789", "content": [TEXT, TEXT], "is_error": True}
+    turns = [{"role": "assistant", "content": [TEXT, TEXT, USE]}, {"role": "user", "content": [TEXT, TEXT, result, TEXT]}]
+    conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
+    messages = [message.message() for message in conversation.request.messages]
+    assert [(each.role, each.content) for each in messages] == [
+        ("assistant", "a\na"),
+        ("user", "a\na"),
+        ("tool", "a\na"),
+        ("user", "a"),
+    ]
+    assert messages[0].tool_calls[0].arguments == '{"a":[1,"\u00e9"]}'
+    assert conversation.places == ("messages[0]", *("messages[1]",) * 3)
+
+
+def _deep(depth: int) -> Any:  # noqa: ANN401
+    return {"a": _deep(depth - 1)} if depth else 1
+
+
+BAD: list[tuple[Any, str]] = [
+    ([USE, TEXT], "messages[0].content[1]"),
+    ([USE | {"input": {"a": float("nan")}}], "messages[0].content[0].input"),
+    ([USE | {"input": _deep(70)}], "messages[0].content[0].input"),
+    ([USE | {"input": "{}"}], "messages[0].content[0].input"),
+    ([{"type": "tool_result", "tool_use_id": "a"}], "messages[0].content[0]"),
+]
+
+
+@pytest.mark.parametrize(("content", "parameter"), BAD)
+def test_blocks_that_no_format_has_are_refused(content: Any, parameter: str) -> None:  # noqa: ANN401
+    turns = [{"role": "assistant", "content": content}, {"role": "user", "content": "a"}]
+    with pytest.raises(ParameterError) as refused:
+        parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
+    assert refused.value.parameter == parameter
+
+
+def test_calls_in_a_row_are_bounded() -> None:
+    with pytest.raises(ParameterError, match=f"at most {MAX_CALLS} calls"):
+        parse_responses(json.dumps({"input": [CALL] * (MAX_CALLS + 1)}).encode())
+
+
+def test_an_error_names_the_place_of_the_client() -> None:
+    conversation = parse_responses(
+        json.dumps({"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}).encode()
+    )
+    renamed = conversation.conversation.renamed(ParameterError("look at messages[2], not messages[9]", "messages"))
+    assert (str(renamed), renamed.parameter) == ("look at input[1], not messages[9]", "input")
+    named = conversation.conversation.renamed(ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters"))
+    assert (str(named), named.parameter) == ("tools[1].parameters: no", "tools[1].parameters")
