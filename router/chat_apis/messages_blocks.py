@@ -168,10 +168,17 @@ def add_turns(system: str | None, turns: Sequence[Turn]) -> ConversationBuilder:
                 _add_assistant(builder, turn, place)
             case SystemTurn():
                 builder.add_text("system", turn.content, place)
-    if isinstance(turns[-1], AssistantTurn):
-        place = f"messages[{len(turns) - 1}]"
-        raise ParameterError(f"{place}: the model cannot continue a message of its own; end with one of the user", place)
     return builder
+
+
+def continues_answer(turns: Sequence[Turn]) -> bool:
+    """Return whether the model is to continue the last message. Raises ParameterError if that is not a text of its own."""
+    last, place = turns[-1], f"messages[{len(turns) - 1}]"
+    if not isinstance(last, AssistantTurn):
+        return False
+    if not all(isinstance(block, TextBlock) for block in last.content):
+        raise ParameterError(f"{place}: the model can continue a text only; end with a message of the user", place)
+    return True
 
 
 def _add_user(builder: ConversationBuilder, turn: UserTurn, place: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_blocks import CacheControl, JoinedTexts, Turns, add_turns
+from tramontane.router.chat_apis.messages_blocks import CacheControl, JoinedTexts, Turns, add_turns, continues_answer
 from tramontane.router.chat_apis.request_parts import Effort, ShortText, by_type, known_types, refused, typed
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import MAX_STOP_CHARS, MAX_STOPS, parse_stops
@@ -167,7 +167,8 @@ class CountTokensRequest(RequestModel):
 
     def conversation(self) -> Conversation:
         """Return the request as a chat. Raises ParameterError for conversations that a chat cannot have."""
-        conversation = add_turns(self.system, self.messages).build(self.fields(), NAMES)
+        fields = self.fields() | {"continue_final_message": continues_answer(self.messages)}
+        conversation = add_turns(self.system, self.messages).build(fields, NAMES)
         return replace(conversation, refuses_thoughts=self.thinking is not None and self.thinking.type == "disabled")
 
     def _response_format(self) -> ResponseFormat | None:

@@ -224,6 +224,18 @@ def test_prompts_are_those_of_chats(
     assert counted.input_tokens == len(ours.prompt_ids)
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: ListeningServer, client: Anthropic) -> None:
+    begun: list[MessageParam] = [*HELLO, {"role": "assistant", "content": "Good"}]
+    message = client.messages.create(model="tiny", messages=begun, max_tokens=100)
+    assert message.content[0].to_dict()["text"].strip() == SAID, "without what the client has"
+    assert _post(server, {"messages": begun, "continue_final_message": True}, "/v1/chat/completions").is_success
+    ours, chats = server.prompts
+    assert ours == chats
+    assert client.messages.count_tokens(model="tiny", messages=begun).input_tokens == len(ours)
+    assert _post(server, {"messages": HELLO}, "/v1/chat/completions").is_success
+    assert server.prompts[2] != ours
+
+
 def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
     thinker = thinking_model("tekken")
     source = ScriptedSource(thinker.say("<think>340 + 51</think>391"))
@@ -257,11 +269,12 @@ def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
 # Errors
 
 
+USE = {"type": "tool_use", "id": "123456789", "name": "f", "input": {}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages[1]"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}]}, "conversation"),
     ({"max_tokens": 0}, "max_tokens"),
