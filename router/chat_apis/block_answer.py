@@ -9,10 +9,11 @@ from tramontane.proto.ports import TokenSource
 from tramontane.router.chat_apis.blocks import Blocks, PieceRecorder, Step
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.chat_completion import ChatCompletion, encode_chat
+from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chunks import ChatChange, Event
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.openai.tokenize import encode_chat
 from tramontane.router.structured.grammar import visible_tools
 from tramontane.router.tokenization.chat import ChatTemplate
 

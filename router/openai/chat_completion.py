@@ -1,6 +1,5 @@
 """``/v1/chat/completions`` without HTTP: a conversation becomes a prompt, whose completion becomes the answer."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.body_bounds import check_elements
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceBuilder
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange, Delta
@@ -18,12 +16,13 @@ from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.openai.responses import AnswerMessage, ChatAnswer, ChatChoice, FunctionCall, ToolCall, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
-from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
-from tramontane.router.structured.grammar import Tool, build_grammar, visible_tools
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.openai.tokenize import encode_chat
+from tramontane.router.structured.grammar import build_grammar, visible_tools
 from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.thought_rules import ThoughtRules
 from tramontane.router.structured.validator import run_in_grammar_pool
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, is_open_after
 from tramontane.router.tokenization.tool_parser import ToolCallParser, call_ids, merge_deltas
 
@@ -54,51 +53,6 @@ class NoChatTemplate:
     ) -> tuple[int, ...]:
         """Raise RequestError."""
         raise RequestError(self.reason)
-
-
-async def encode_chat(
-    model: ServedModel,
-    template: ChatTemplate,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any] | None = None,
-    reasoning_effort: str | None = None,
-) -> tuple[int, ...]:
-    """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
-    texts = message_texts(messages)
-    try:
-        if model.tokenizer is not None:
-            model.tokenizer.check_length("".join(texts), model.max_model_len)
-        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
-            return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
-        return await asyncio.to_thread(_encode_large, model, template, messages, tools, variables, reasoning_effort)
-    except ParameterError:
-        raise
-    except RequestError as error:
-        raise ParameterError(str(error), "messages") from error
-
-
-def _encode_large(
-    model: ServedModel,
-    template: ChatTemplate,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any] | None,
-    reasoning_effort: str | None,
-) -> tuple[int, ...]:
-    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
-
-    Templates parse that JSON.
-    """
-    if model.tokenizer is not None:
-        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
-    for message in messages:
-        for call in message.tool_calls:
-            check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
-        if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
-            check_elements(message.content.encode(), "the result of a tool", "messages")
-    specs = [tool.model_dump(exclude_none=True) for tool in tools]
-    return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Completion:
     ) -> None:
         self._model, self._request, self._prompt_ids, self._arrived_at = model, request, prompt_ids, arrived_at
         self._builder, self._choices, self._resume_state = builder, builder.choices, resume_state
+        self.includes_usage = request.includes_usage  # whether a stream ends with an event about the usage
         self.head: dict[str, Any] = {  # of every answer and chunk
             "id": f"{builder.id_prefix}-{resume_state.id}",
             "object": builder.object,
@@ -51,8 +52,7 @@ class Completion:
             "system_fingerprint": None,  # until the router has named it
         }
         self._times: RequestTimings | None = None
-        # About how many bytes of JSON the last changes and all changes are, without generated text.
-        self.change_bytes = self.answer_bytes = 0
+        self.change_bytes = self.answer_bytes = 0  # of JSON, about, of the last changes and of all, without generated text
         self._decoded_prompts: dict[int, str] = {}
         self._num_echoed: dict[int, int] = {}  # characters of the prompt in the text, by choice
         self._new_token_ids: dict[int, list[int]] = {}  # of the last changes, by choice
@@ -153,11 +153,6 @@ class Completion:
     def is_finished(self) -> bool:
         """True once every choice has finished."""
         return all(choice.finish for choice in self._choices)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with an event about the usage."""
-        return self._request.includes_usage
 
     @property
     def fingerprint(self) -> str | None:

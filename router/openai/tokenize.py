@@ -1,19 +1,21 @@
-"""``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
+"""Conversations to token ids; ``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
 
-from typing import Annotated, Literal
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from tramontane.proto.errors import ParameterError
-from tramontane.router.openai.body_bounds import MAX_ITEMS
-from tramontane.router.openai.chat_completion import encode_chat
+from tramontane.proto.errors import ParameterError, RequestError
+from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
 from tramontane.router.openai.chat_request import Messages, Tools
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.responses import Answer
-from tramontane.router.openai.served_model import ServedModel, offload_if_large
+from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
+from tramontane.router.structured.grammar import Tool
 from tramontane.router.structured.request_model import RequestModel
-from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, message_texts
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
@@ -102,3 +104,48 @@ def _require_tokenizer(model: ServedModel, parameter: str) -> Tokenizer:
     if model.tokenizer is None:
         raise ParameterError("this model has no tokenizer; it accepts and returns token ids only", parameter)
     return model.tokenizer
+
+
+async def encode_chat(
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+) -> tuple[int, ...]:
+    """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
+    texts = message_texts(messages)
+    try:
+        if model.tokenizer is not None:
+            model.tokenizer.check_length("".join(texts), model.max_model_len)
+        if sum(map(len, texts)) <= OFFLOAD_CHARS and not tools:
+            return template.encode(messages, (), variables, reasoning_effort=reasoning_effort)
+        return await asyncio.to_thread(_encode_large, model, template, messages, tools, variables, reasoning_effort)
+    except ParameterError:
+        raise
+    except RequestError as error:
+        raise ParameterError(str(error), "messages") from error
+
+
+def _encode_large(
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any] | None,
+    reasoning_effort: str | None,
+) -> tuple[int, ...]:
+    """Encode in a thread. Raises RequestError for too many tokens, and for texts whose JSON has too many elements.
+
+    Templates parse that JSON.
+    """
+    if model.tokenizer is not None:
+        model.tokenizer.check_num_tokens("".join(message_texts(messages)), model.max_model_len)
+    for message in messages:
+        for call in message.tool_calls:
+            check_elements(call.arguments.encode(), "the JSON of a tool call", "messages")
+        if message.role == "tool" and message.content.lstrip()[:1] in ("[", "{"):
+            check_elements(message.content.encode(), "the result of a tool", "messages")
+    specs = [tool.model_dump(exclude_none=True) for tool in tools]
+    return template.encode(messages, specs, variables, reasoning_effort=reasoning_effort)
