@@ -398,3 +398,23 @@ def test_the_status_says_whether_all_targets_are_met(
         verdicts = [target["met"] for target in json.loads(out)["targets"]]
         assert verdicts
         assert all(verdicts) == (not figures)
+
+
+@pytest.mark.parametrize("name", ["chaos", "soak"])
+def test_tokens_that_have_to_be_equal_are_those_of_stages_that_have_to_be_batch_invariant(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is not required, it may be refused with no more than a warning."""
+    case, program, used = CASES[name], _load(name), list[dict[str, Any]]()
+
+    def running_application(**settings: Any) -> Any:  # noqa: ANN401
+        used.append(settings)
+        return nullcontext()
+
+    patches = {attribute: value for attribute, value in case.patches(program).items() if attribute != "_running_cluster"}
+    clusters = {"local_ray_cluster": nullcontext_of(), "running_application": running_application}
+    for attribute, value in (patches | clusters).items():
+        _patch(monkeypatch, program, attribute, value)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    assert _status(program.main) == 0
+    assert [settings.get("batch_invariant") for settings in used] == [True]
