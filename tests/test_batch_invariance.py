@@ -123,6 +123,43 @@ def test_sequences_that_are_preempted_are_among_them(folders: dict[str, Path]) -
     assert got == [_alone(folders["dense"], "dense", "bfloat16", 16, seed) for seed in range(12)]
 
 
+# Of more tokens than PyTorch sums in one thread, 32768.
+LARGE_VOCABULARY = replace(tiny_args(n_layers=2, window=24, max_seq_len=64), vocab_size=33_003)
+WISHES = (
+    SamplingParams(9, 0.0, logprobs=5, prompt_logprobs=2),
+    SamplingParams(8, 0.8, top_p=0.9, seed=3, logprobs=20, prompt_logprobs=20, frequency_penalty=0.3),
+    SamplingParams(7, 1.0, top_k=50, seed=4, logprobs=0, prompt_logprobs=7),
+    SamplingParams(8, 1.2, min_p=0.01, seed=5, logprobs=3, presence_penalty=0.6, repetition_penalty=1.2, logit_bias=((3, 2.0),)),
+    SamplingParams(9, 0.7, top_p=0.5, top_k=7, seed=6, prompt_logprobs=0),
+    SamplingParams(9, 1.0, seed=7),
+    SamplingParams(9, 0.0, logprobs=2, frequency_penalty=0.5),
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_requests_of_other_sampling_parameters(tmp_path: Path, dtype: str) -> None:
+    """Each gets what it gets alone, with more than one thread."""
+    folder = write_checkpoint(tmp_path / "m", LARGE_VOCABULARY, random_model(LARGE_VOCABULARY))
+    prompts = [random_ids(length, seed, LARGE_VOCABULARY.vocab_size) for seed, length in enumerate((16, 5, 33, 1, 20, 9, 12))]
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for num_stages, budget, together in ((1, 512, False), (1, 512, True), (2, 9, True)):
+            plan = tiny_plan(LARGE_VOCABULARY, num_stages, dtype=dtype, batch_invariant=True)
+            chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
+            try:
+                answers = asyncio.run(run_answers(chain, scheduler_for(plan, budget), prompts, WISHES, together=together))
+            finally:
+                chain.close()
+            found.append(list(map(exact_values, answers)))
+    finally:
+        torch.set_num_threads(before)
+    alone, *in_company = found
+    assert [len(token_ids) for token_ids, _ in alone] == [wish.max_tokens for wish in WISHES]
+    for each in in_company:
+        assert each == alone
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(case=CASES, length=st.sampled_from([1, 16, 33, 60]), num_known=st.integers(0, 11))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import starmap
 from typing import Any, TypeVar
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -78,21 +79,24 @@ async def run_answers(
     chain: StageChain,
     scheduler: Scheduler,
     prompts: Sequence[list[int]],
-    sampling: SamplingParams = GREEDY,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     *,
     together: bool = True,
     observe: Callable[[StepResult], None] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[RequestOutput]:
-    """Run prompts like ``run_prompts``, and return the complete output of each."""
+    """Run prompts like ``run_prompts``, and return the complete output of each. Each may have sampling parameters of its own."""
     router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
     running = asyncio.create_task(router.run())
 
-    async def one(prompt: list[int]) -> RequestOutput:
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+
+    async def one(prompt: list[int], sampling: SamplingParams) -> RequestOutput:
         specs = [SequenceRequest(tuple(prompt), sampling)]
         return merge_outputs([batch async for batch in router.generate(specs)])
 
-    outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
+    requests = list(zip(prompts, each, strict=True))
+    outputs = list(await asyncio.gather(*starmap(one, requests))) if together else [await one(*request) for request in requests]
     scheduler.check_integrity()
     assert scheduler.is_idle
     running.cancel()
