@@ -9,13 +9,16 @@ pytest.importorskip("triton")
 
 from attention_checks import CHECKS
 from interpreted_checks import run_interpreted
+from kernel_launches import Launches, unspecialized
 from native_attention import prefill_index
 
 from tramontane.proto.plan import WindowClass
+from tramontane.workers.attention import triton_attention
 from tramontane.workers.attention.metadata import build_decode_metadata
-from tramontane.workers.attention.rolling_cache import PageRings
-from tramontane.workers.attention.triton_attention import TritonDecode, TritonPrefill, _rows_of_tile
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
+from tramontane.workers.attention.triton_attention import NO_WINDOW, TileMask, TritonDecode, TritonPrefill, _rows_of_tile
 
+KERNEL = triton_attention._kernel
 READS_OF_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
@@ -78,3 +81,20 @@ def test_heads_that_are_not_aligned_are_copied() -> None:
     assert aligned(x) is x
     assert aligned(x[1:]).data_ptr() % 16 == 0
     assert aligned(x[:, :32]).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompts_and_any_number_of_single_tokens_launch_the_same_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, q_THd, k_SGd = Launches(), torch.zeros(44, 4, 33, dtype=dtype)[1:], torch.zeros(54, 2, 33, dtype=dtype)[1:]
+    monkeypatch.setattr(triton_attention, "_kernel", launches)
+    for chunks in ([(10, 40), (0, 3)], [(0, 1)]):
+        TritonPrefill(2).attend(q_THd, k_SGd, k_SGd, TritonPrefill(2).build_mask(prefill_index(chunks, None)))
+    for num_tokens in (1, 3, 40):
+        tiles_B4, pages_BW = (torch.zeros(num_tokens, width, dtype=torch.int32) for width in (4, 7))
+        mask = TileMask(NO_WINDOW, 8, tiles_B4, pages_BW)
+        TritonDecode().attend(q_THd[:num_tokens], LayerCache(k_SGd, k_SGd), mask)
+    assert len({numbers[2:] for numbers in launches.numbers}) == 1, "besides the size of pages and the width of their table"
+    assert launches.options == [launches.options[0]] * 5
+    assert {"page_size", "table_width"} <= unspecialized(KERNEL)

@@ -10,7 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from interpreted_checks import run_interpreted
+from kernel_launches import Launches, unspecialized
 from product_checks import CHECKS
+
+from tramontane.workers.kernels import triton_linear
+from tramontane.workers.kernels.triton_linear import tiled_grouped_linear, tiled_linear
 
 # Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB.
 COMPILED = """
@@ -63,3 +67,20 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_neither_the_number_of_rows_nor_experts_change_a_tile(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, weight_ENK = Launches(), torch.zeros(3, 75, 33, dtype=dtype)
+    monkeypatch.setattr(triton_linear, "_kernel", launches)
+    for num_rows in (1, 2, 16, 17, 64, 65, 300):
+        x_CK = torch.zeros(num_rows + 1, 33, dtype=dtype)[1:]  # which is not aligned
+        tiled_linear(x_CK, weight_ENK[0])
+        tiled_grouped_linear(x_CK, weight_ENK, torch.tensor([0, num_rows, num_rows], dtype=torch.int32))
+    assert {numbers[1:3] for numbers in launches.numbers} == {(75, 33)}
+    assert len({numbers[-3:] for numbers in launches.numbers}) == 1
+    assert launches.options == [launches.options[0]] * 14
+
+
+def test_kernels_are_not_compiled_again_for_some_numbers_of_rows() -> None:
+    assert "num_rows" in unspecialized(triton_linear._kernel)
