@@ -91,6 +91,25 @@ def test_choices_are_sorted_by_expert() -> None:
     assert padded.sizes == [2, 1, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_three_experts_has_the_same_sum_among_others(dtype: torch.dtype) -> None:
+    """With three the order of addition matters."""
+    generator = torch.Generator().manual_seed(0)
+    expert_ids_Tk = torch.rand(9, 5, generator=generator).argsort(-1)[:, :3]
+    weights_Tk = torch.rand(9, 3, generator=generator).to(dtype)
+    outs_TkD = torch.randn(9, 3, 70, generator=generator).to(dtype)
+
+    def combined(tokens: slice) -> Tensor:
+        groups = ExpertPermutation.of(expert_ids_Tk[tokens], 5)
+        return groups.combine(outs_TkD[tokens].flatten(0, 1)[groups.order_C], weights_Tk[tokens])
+
+    together_TD = combined(slice(None))
+    for count in (1, 2, 3, 8):
+        for first in range(9 - count):
+            tokens = slice(first, first + count)
+            assert torch.equal(combined(tokens), together_TD[tokens])
+
+
 def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
     block = torch.arange(40.0)
     views = [block[start : start + 8].view(2, 4) for start in (8, 16, 24)]

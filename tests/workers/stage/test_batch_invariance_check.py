@@ -21,6 +21,7 @@ from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels import row_invariance
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops
 from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.rotary import RotaryCache
 from tramontane.workers.model.transformer import StageModel
@@ -154,6 +155,14 @@ def test_the_gate_is_tried_where_experts_are_on_actors(monkeypatch: pytest.Monke
 def test_positions_of_a_stage_have_tables_that_are_kept() -> None:
     """PyTorch's cosines of a micro-batch could depend on where a position stands in it."""
     assert isinstance(getattr(_load(None).rotary_tables, "__self__", None), RotaryCache)
+
+
+def test_the_final_norm_is_that_of_layers() -> None:
+    """PyTorch's could depend on the number of tokens."""
+    model = _load(None).model
+    set_fused_ops(model, replace(EAGER, rms_norm=lambda x_TD, _weight_D, _eps: torch.zeros_like(x_TD)))
+    with torch.inference_mode():
+        assert not model.head(torch.ones(3, ARGS.dim)).any()
 
 
 def test_a_head_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
