@@ -38,6 +38,7 @@ def check_stage(plan: StagePlan, device: str) -> None:
     """Load a stage that tries itself: it is batch-invariant, and its experts need no host unless they are quantized."""
     worker = load(replace(plan, batch_invariant=True), device)
     assert worker.is_batch_invariant
+    assert worker.backend.has_exact_sums
     assert worker.model.experts is not None
     assert worker.model.experts.is_graph_safe == (plan.quantize is None)
 

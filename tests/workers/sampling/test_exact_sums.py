@@ -1,13 +1,21 @@
 """Probabilities whose sums are exact: the same tokens as by floating sums, and none of it depends on an order of addition."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 import torch
+from harness import random_ids, run_answers, scheduler_for
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
+from torch import Tensor
 
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.sampling import logprobs, sampler
 from tramontane.workers.sampling.exact_sums import UNITS, exact_logsumexp, exact_weights
 from tramontane.workers.sampling.logprobs import token_logprobs
 from tramontane.workers.sampling.sampler import sample
+from tramontane.workers.stage.device_backend import backend_for
 
 VOCAB = 20_000
 
@@ -78,3 +86,30 @@ def test_top_p_is_a_share_of_all_weights() -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.7, seed=seed) for seed in range(200)]
     tokens = sample(logits_SV.expand(200, -1), params, range(200), has_exact_sums=True)
     assert set(tokens.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("has_exact_sums", [True, False])
+def test_a_stage_adds_as_its_backend_says(monkeypatch: pytest.MonkeyPatch, has_exact_sums: bool) -> None:
+    """Where it samples two tokens, and for log-probabilities of these and of the prompt."""
+    calls = {"weights": 0, "logsumexp": 0}
+
+    def weights(logits_SV: Tensor) -> Tensor:
+        calls["weights"] += 1
+        return exact_weights(logits_SV)
+
+    def logsumexp(logits_RV: Tensor) -> Tensor:
+        calls["logsumexp"] += 1
+        return exact_logsumexp(logits_RV)
+
+    monkeypatch.setattr(sampler, "exact_weights", weights)
+    monkeypatch.setattr(logprobs, "exact_logsumexp", logsumexp)
+    args = tiny_args(n_layers=1, moe=False)
+    plan, model = tiny_plan(args), random_model(args)
+    backend = replace(backend_for(plan.stages[0], torch.device("cpu")), has_exact_sums=has_exact_sums)
+    chain = LocalStageChain(split_model(model, plan, backend=backend))
+    params = SamplingParams(2, 1.0, logprobs=1, prompt_logprobs=1)
+    try:
+        asyncio.run(run_answers(chain, scheduler_for(plan), [random_ids(5, 0)], params))
+    finally:
+        chain.close()
+    assert calls == ({"weights": 2, "logsumexp": 3} if has_exact_sums else {"weights": 0, "logsumexp": 0})
