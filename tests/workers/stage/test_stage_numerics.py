@@ -18,6 +18,7 @@ from tramontane.workers.device.numerics import device_numerics
 from tramontane.workers.kernels import fused_ops, packed_linear
 from tramontane.workers.kernels.kernel_names import describe_kernel
 from tramontane.workers.kernels.quantized_linear import QuantizedKernels, fp8_linear
+from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -143,3 +144,15 @@ def test_a_gpu_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> N
         names.append(device_numerics("cuda:0"))
     assert len(set(names)) == len(names)
     assert names[0] == f"torch {torch.__version__}, CUDA 12.9, xformers 1, Triton 3.6, H100"
+
+
+def test_how_experts_are_grouped_counts_on_gpus(worker: StageWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's grouped product and one product after the other may round otherwise."""
+    found, backend = [], DeviceBackend(cpu_kernels())
+    monkeypatch.setattr(numerics, "device_name", lambda _: "a GPU")
+    for name in ("one by one", "grouped"):
+        monkeypatch.setattr(LocalExperts, "kernel_name", name)
+        for device in (torch.device("cuda"), CPU):
+            parts = stage_numerics(worker.model, backend, device, worker.dtype, is_batch_invariant=False).parts
+            found.append(dict(parts).get("experts"))
+    assert found == ["one by one", None, "grouped", None]
