@@ -13,7 +13,7 @@ from interpreted_checks import run_interpreted
 from kernel_launches import Launches, unspecialized
 from product_checks import CHECKS
 
-from tramontane.workers.kernels import triton_linear
+from tramontane.workers.kernels import triton_linear, triton_norm
 from tramontane.workers.kernels.triton_linear import tiled_grouped_linear, tiled_linear
 
 # Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB.
@@ -84,3 +84,12 @@ def test_neither_the_number_of_rows_nor_experts_change_a_tile(dtype: torch.dtype
 
 def test_kernels_are_not_compiled_again_for_some_numbers_of_rows() -> None:
     assert "num_rows" in unspecialized(triton_linear._kernel)
+
+
+def test_any_number_of_rows_of_a_norm_launches_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr(triton_norm, "_kernel", launches)
+    for num_rows in (1, 2, 16, 300):
+        triton_norm.rms_norm(torch.zeros(num_rows + 1, 33)[1:], torch.ones(33), 1e-5)
+    assert launches.numbers == [(33, 1e-5, 64)] * 4
+    assert launches.options == [launches.options[0]] * 4
