@@ -268,8 +268,12 @@ def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:
         ({"content": [{"type": "thinking"}]}, "a thought must be as", "messages[1].content"),
         ({"content": [{"type": "thinking", "thinking": "a", "closed": 1}]}, "a thought must be as", "messages[1].content"),
         ({"content": [{"type": "thinking", "thinking": "a", "x": 1}]}, "a thought must be as", "messages[1].content"),
-        ({"content": [{"type": "thinking", "thinking": "a"}, {"type": "image"}]}, "only parts", "messages[1].content"),
-        ({"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]}, "only parts", "messages[1].content"),
+        (
+            {"content": [{"type": "thinking", "thinking": "a"}, {"type": "image"}]},
+            "images are not supported",
+            "messages[1].content",
+        ),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "image"}]}]}, "images are not supported", "messages[1].content"),
         ({"reasoning": 5}, "it must be a text", "messages[1].reasoning"),
     ],
 )
