@@ -120,7 +120,7 @@ InputItems = Annotated[
 def add_items(instructions: str | None, items: Iterable[AnyItem]) -> ConversationBuilder:
     """Return the messages of instructions and items: a message of the assistant and the calls after it are one.
 
-    Raises ParameterError for more calls in a row than a message may have.
+    Raises ParameterError for no messages, and for more calls in a row than a message may have.
     """
     turn = _AssistantTurn(ConversationBuilder())
     if instructions is not None:
@@ -128,6 +128,8 @@ def add_items(instructions: str | None, items: Iterable[AnyItem]) -> Conversatio
     for index, item in enumerate(items):
         turn.add(item, f"input[{index}]")
     turn.end()
+    if not turn.builder.messages:
+        raise ParameterError("input has no message and no call", "input")
     return turn.builder
 
 

@@ -74,6 +74,12 @@ def test_calls_in_a_row_are_bounded() -> None:
         parse_responses(json.dumps({"input": [CALL] * (MAX_CALLS + 1)}).encode())
 
 
+@pytest.mark.parametrize("content", [None, []])
+def test_thoughts_of_nothing_are_no_conversation(content: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ParameterError, match="no message"):
+        parse_responses(json.dumps({"input": [{"type": "reasoning", "summary": [], "content": content}]}).encode())
+
+
 def test_an_error_names_the_place_of_the_client() -> None:
     conversation = parse_responses(
         json.dumps({"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}).encode()
