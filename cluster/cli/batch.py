@@ -27,7 +27,8 @@ RATE_WINDOW_S = 60.0
 MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as submit and list print it.")]
-ENDPOINT_HELP = f"Endpoint of the requests: {' or '.join(get_args(Endpoint))}."
+*_OTHERS, _LAST = get_args(Endpoint)
+ENDPOINT_HELP = f"Endpoint of the requests: {', '.join(_OTHERS)} or {_LAST}."
 STANDARD_OUTPUT = "-"
 RESULTS_MARK = '{"id": "batch_req_'  # the first bytes of a file of results
 
