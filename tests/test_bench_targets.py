@@ -19,7 +19,8 @@ SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
 ANSWERING = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py"}  # programs of ``peers.py``, which reads what they print
 PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
-KEPT = {"gpu.py": ["wanted"], "peer_environments.py": ["--target"]}  # a key of its rows; an option of pip
+KEPT = {
+    "agreement.py": ("kind=openai_http,target=",),  # an option of guidellm"gpu.py": ["wanted"], "peer_environments.py": ["--target"]}  # a key of its rows; an option of pip
 
 
 @pytest.mark.parametrize(
