@@ -19,8 +19,8 @@ SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
 ANSWERING = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py"}  # programs of ``peers.py``, which reads what they print
 PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
-KEPT = {
-    "agreement.py": ("kind=openai_http,target=",),  # an option of guidellm"gpu.py": ["wanted"], "peer_environments.py": ["--target"]}  # a key of its rows; an option of pip
+# A key of its rows; an option of pip; an option of guidellm.
+KEPT = {"gpu.py": ["wanted"], "peer_environments.py": ["--target"], "agreement.py": ["kind=openai_http,target="]}
 
 
 @pytest.mark.parametrize(
