@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-IN_PROCESSES = {"--numprocesses=2", "--dist=loadfile"}  # arguments that do not choose tests
 MARKS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))  # which a test may have
 
 
@@ -53,8 +52,7 @@ def lanes_of(makefile: str) -> list[Lane]:
     assert "$(OTHERS)" in recipe[1]
     run = {*others[1].split(), *re.findall(r"\$\(MAKE\) .*?(test-[a-z-]+);", recipe[1])}
     commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
-    given = [(target, [each for each in shlex.split(arguments) if each not in IN_PROCESSES]) for target, arguments in commands]
-    return [_lane(target, arguments) for target, arguments in given if target in run]
+    return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
 
 
 def _lane(target: str, arguments: list[str]) -> Lane:
