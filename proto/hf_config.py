@@ -13,7 +13,8 @@ WRAPPER = "Mistral3ForConditionalGeneration"  # a text model with an encoder of 
 SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", WRAPPER)
 WRAPPED_MODELS = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}  # by the text model's type
 # Of the wrapper, besides the text model's own.
-WRAPPER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
+TIED = "tie_word_embeddings"
+WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", "eos_token_id")
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
@@ -128,14 +129,21 @@ def _architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the configuration of the text model, with what the wrapper says of it. The text model's own values come first."""
+    """Return the configuration of the text model, with what the wrapper says of it.
+
+    The text model's own values come first, but embeddings are tied if either says so: transformers writes both, and its
+    wrapper's default is true.
+    """
     text = {key: value for key, value in config["text_config"].items() if value is not None}
     if (kind := text.get("model_type")) not in WRAPPED_MODELS:
         raise CheckpointError(
             f"{source} describes a {WRAPPER} with a text model of type {kind!r}; supported: {', '.join(WRAPPED_MODELS)}"
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
-    return {"sliding_window": None} | outer | text | {"architectures": [WRAPPED_MODELS[kind]]}
+    own = {"architectures": [WRAPPED_MODELS[kind]]}
+    if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
+        own[TIED] = True
+    return {"sliding_window": None} | outer | text | own
 
 
 def _quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:

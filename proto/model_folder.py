@@ -22,6 +22,7 @@ class RandomWeights:
 
 WeightSource = Path | RandomWeights
 
+LFS_POINTER = b"version https://git-lfs"
 GENERATION_CONFIG = "generation_config.json"  # fine-tuned models may name further end-of-sequence tokens here
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a model's name on Hugging Face: mistralai/Mistral-7B-v0.1
@@ -32,6 +33,17 @@ class Layout(Enum):
 
     HUGGING_FACE = "config.json"
     MISTRAL = "params.json"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError for what a clone without Git LFS has in the place of a large file, and for one that is unreadable."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS; fetch what it stands for with: git lfs pull")
 
 
 def detect_layout(folder: Path) -> Layout:

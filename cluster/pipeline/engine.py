@@ -101,12 +101,15 @@ async def _list_devices(config: EngineConfig, hardware: Hardware, chain: Chain) 
 def validate_model(config: EngineConfig) -> ModelArgs:
     """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them.
 
-    With ``dtype`` float32 matrices remain as they are stored, so then the dtype is theirs and not the configuration's.
+    A head that differs from the embeddings is used, also where the configuration says that they are tied. With ``dtype`` float32
+    matrices remain as they are stored, so then the dtype is theirs and not the configuration's.
     """
     args = resolve_model_args(config.model)
     if config.load_format != "auto":
         return args
-    stored = Checkpoint(config.model).check(args)
+    checkpoint = Checkpoint(config.model)
+    args = checkpoint.with_stored_head(args)
+    stored = checkpoint.check(args)
     return replace(args, dtype=stored) if config.dtype == "float32" else args
 
 

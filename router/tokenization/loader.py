@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.proto.model_folder import refuse_lfs_pointer
 from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
 from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
 from tramontane.router.tokenization.reasoning_parser import find_reasoning_format
@@ -33,6 +34,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     path = find_tokenizer_file(folder)
     if path is None:
         return None
+    refuse_lfs_pointer(path)
     kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: HfTokenizer}
     tokenizer = kinds.get(path.name, SentencePieceTokenizer)(path)
     if tokenizer.vocab_size > vocab_size:

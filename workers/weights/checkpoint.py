@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
-from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, open_safetensors, read_scales
+from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, have_same_bytes, open_safetensors, read_scales
 from tramontane.workers.weights.tensor_names import NAMES, is_unused, is_vision, unwrapped_name
 from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
@@ -52,6 +52,17 @@ class Checkpoint:
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
         return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
+
+    def with_stored_head(self, args: ModelArgs) -> ModelArgs:
+        """Return ``args`` without tied embeddings if the files have an output head with other numbers than the embeddings.
+
+        Whatever the configuration says: the head of a model may have been trained apart later.
+        """
+        names = NAMES[self.layout]
+        if not args.tied_embeddings or not {names.head, names.embedding} <= self._stored_names.keys():
+            return args
+        places = [(self.files[name], name) for name in map(self._stored_name, (names.head, names.embedding))]
+        return args if have_same_bytes(*places) else replace(args, tied_embeddings=False)
 
     def check(self, args: ModelArgs) -> str:
         """Return the dtype of the matrices, whatever the configuration says; float32 if they have several, since it holds all.

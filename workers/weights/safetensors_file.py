@@ -12,10 +12,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_folder import LFS_POINTER
 
-LFS_POINTER = b"version https://git-lfs"
 STORED_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 FP8 = "F8_E4M3"  # of matrices that are quantized in the checkpoint
+TYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, FP8: 1}
+COMPARED_BYTES = 2**24  # at a time
 LENGTH_BYTES = 8  # size of the length of the header, at the start of the file
 
 
@@ -62,6 +64,23 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         for name, found in header.items()
         if name != "__metadata__"
     }
+
+
+def have_same_bytes(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """Return whether two tensors, by file and name, have the same type, shape and bytes. Reads up to the first difference."""
+    locations = [read_header(path)[name] for path, name in (one, other)]
+    if len({(each.dtype, each.shape) for each in locations}) > 1:
+        return False
+    remaining = math.prod(locations[0].shape) * TYPE_BYTES[locations[0].dtype]
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        first.seek(locations[0].start)
+        second.seek(locations[1].start)
+        while remaining:
+            size = min(COMPARED_BYTES, remaining)
+            if first.read(size) != second.read(size):
+                return False
+            remaining -= size
+    return True
 
 
 def read_scales(path: Path, names: Iterable[str]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from tramontane.router.tokenization.backends import (
     TekkenTokenizer,
     encode_by_backend,
 )
+from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 Kinds = dict[str, tuple[Tokenizer, Callable[[str], Sequence[int]]]]
@@ -258,3 +259,10 @@ def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizers: Kin
         assert ids == tokenizer._backend.encode(text, add_special_tokens=adds_special_tokens).ids
         encode_by_backend(backend, "a" * SHORT_CHARS, add_special_tokens=adds_special_tokens)
         assert backend.lengths == {"one": [SHORT_CHARS], "batch": [len(text)]}
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS; .* git lfs pull"):
+        load_tokenizer(tmp_path, 1000)

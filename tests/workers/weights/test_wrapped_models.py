@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 from harness import GREEDY, random_ids, run_in_process
-from published_models import SHAPES, Published, Shape, publish, to_mistral_layout
+from published_models import SHAPES, SIZES, VISION, YARN, Published, Shape, publish, to_mistral_layout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stage_driver import Driver
 from tiny_models import tiny_plan
 from torch import Tensor
+from transformers import Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import tensor_reader
@@ -309,9 +310,16 @@ def test_a_wrapper_around_another_model_is_refused(fp8_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("outer", "inner", "expected"),
-    [(True, False, False), (False, True, True), (True, None, True), (None, True, True), (None, None, False)],
+    [
+        (True, False, True),
+        (False, True, True),
+        (True, None, True),
+        (None, True, True),
+        (False, False, False),
+        (None, None, False),
+    ],
 )
-def test_the_text_models_own_values_come_first(fp8_folder: Path, outer: bool | None, inner: bool | None, expected: bool) -> None:
+def test_embeddings_are_tied_if_either_says_so(fp8_folder: Path, outer: bool | None, inner: bool | None, expected: bool) -> None:
     """transformers writes ``tie_word_embeddings`` of the wrapper, whose default is true, and of the text model."""
     path = fp8_folder / "config.json"
     config = json.loads(path.read_text())
@@ -336,3 +344,50 @@ def test_names_as_they_are_in_memory_are_known_too(tmp_path: Path) -> None:
     save_file(renamed | {"lm_head.extra": torch.ones(1)}, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"holds the tensor lm_head\.extra"):
         Checkpoint(copy).check(read_model_args(copy))
+
+
+# ---- the output head
+
+
+def _with_stored_head(folder: Path) -> ModelArgs:
+    args = Checkpoint(folder).with_stored_head(read_model_args(folder))
+    Checkpoint(folder).check(args)
+    return args
+
+
+def _compare_with_transformers(folder: Path) -> None:
+    prompt, plan = random_ids(20, seed=4, vocab_size=128), tiny_plan(_with_stored_head(folder))
+    (ours,) = Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([prompt], [[20]])
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = Mistral3ForConditionalGeneration.from_pretrained(folder, **settings).eval()
+    torch.testing.assert_close(ours, Published(folder, model).logits(prompt), rtol=0, atol=TOLERANCE)
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path) -> None:
+    """As a fine-tune may have it. transformers warns, and does the same."""
+    folder = publish(tmp_path / "model", Shape(), fp8=False).folder
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+    path.write_text(json.dumps(config))
+    assert read_model_args(folder).tied_embeddings
+    assert not _with_stored_head(folder).tied_embeddings
+    _compare_with_transformers(folder)
+    tensors = load_file(folder / "model.safetensors")
+    embeddings = tensors["language_model.model.embed_tokens.weight"]
+    head = embeddings.clone()
+    head[-1, -1] += 1
+    for same, stored in ((False, head), (False, embeddings.float()), (True, embeddings.clone())):
+        _change(folder, **{"language_model.lm_head.weight": stored})
+        assert _with_stored_head(folder).tied_embeddings is same
+
+
+def test_what_transformers_writes_by_its_defaults(tmp_path: Path) -> None:
+    """``tie_word_embeddings`` is then true of the wrapper and false of the text model, and there is no head."""
+    torch.manual_seed(0)
+    text = Ministral3Config(**SIZES, sliding_window=None, rope_parameters=dict(YARN))
+    model = Mistral3ForConditionalGeneration(Mistral3Config(vision_config=VISION, text_config=text.to_dict()))
+    model.save_pretrained(tmp_path / "model")
+    assert not any("lm_head" in name for name in load_file(tmp_path / "model" / "model.safetensors"))
+    assert _with_stored_head(tmp_path / "model").tied_embeddings
+    _compare_with_transformers(tmp_path / "model")
