@@ -10,6 +10,7 @@ from tramontane.proto.request import validate_prompt
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.openai.responses import Answer
+from tramontane.router.tokenization.fim import encode_fim
 from tramontane.router.tokenization.tokenizer import Tokenizer, encode_prompt
 
 T = TypeVar("T")
@@ -64,9 +65,7 @@ async def tokenize_prompts(
 
 
 def _encode_fim(model: ServedModel, prompt: str, suffix: str) -> tuple[int, ...]:
-    """Return the ids of one prompt with a suffix. It may take long."""
-    from tramontane.router.tokenization.fim import encode_fim  # imports what other requests do not need
-
+    """Return the ids of one prompt with a suffix. Raises ParameterError. It may take long."""
     if model.tokenizer is None:
         raise ParameterError("suffix needs text, and this model has no tokenizer", "suffix")
     try:

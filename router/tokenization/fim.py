@@ -1,44 +1,22 @@
-"""Prompts that ask for the text between a prompt and a suffix (FIM, fill in the middle), by mistral-common."""
-
-from functools import lru_cache
-from typing import Any
-
-from mistral_common.exceptions import MistralCommonException
-from mistral_common.protocol.fim.request import FIMRequest
+"""Prompts that ask for the text between a prompt and a suffix (FIM, fill in the middle), with mistral-common's token ids."""
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.tokenization.backends import SentencePieceTokenizer, TekkenTokenizer
-from tramontane.router.tokenization.mistral_chat import FORMATS, load_sentencepiece
-from tramontane.router.tokenization.tokenizer import Tokenizer, validate_text
+from tramontane.router.tokenization.tokenizer import Tokenizer
 
 NO_FIM = "this model's tokenizer has no tokens for a suffix, as Codestral's has ([SUFFIX] and [PREFIX])"
+# Encoded before a suffix and dropped, so that SentencePiece puts no space there. mistral-common does so with every tokenizer.
+AHEAD, NUM_AHEAD = "\u263a", 2  # the character, and how many tokens are dropped
 
 
 def encode_fim(tokenizer: Tokenizer, prompt: str, suffix: str) -> tuple[int, ...]:
     """Return the token ids after which the model writes what is between prompt and suffix.
 
-    Call it in a thread: the first call for a tokenizer reads its file. Raises RequestError if the tokenizer knows no such
-    prompts, and for invalid Unicode.
+    Raises RequestError if the tokenizer lacks a control token of such prompts, and for invalid Unicode.
     """
-    encoder = _encoder(tokenizer)
-    if encoder is None:
+    suffix_id, prefix_id = tokenizer.control_id("[SUFFIX]"), tokenizer.control_id("[PREFIX]")
+    if suffix_id is None or prefix_id is None:
         raise RequestError(NO_FIM)
-    with validate_text(prompt, suffix):
-        return tuple(encoder.encode_fim(FIMRequest(prompt=prompt, suffix=suffix)).tokens)
-
-
-@lru_cache(4)  # a process serves one model
-def _encoder(tokenizer: Tokenizer) -> Any:  # noqa: ANN401 - mistral-common's class of each version
-    """Return mistral-common's tokenizer, None if it cannot encode such prompts."""
-    if isinstance(tokenizer, TekkenTokenizer):
-        inner: Any = tokenizer.tekkenizer
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        inner = load_sentencepiece(tokenizer.path)
-    else:
-        return None
-    encoder: Any = FORMATS[inner.version](inner)
-    try:
-        encoder.encode_fim(FIMRequest(prompt="a", suffix="b"))
-    except (MistralCommonException, ValueError, KeyError, AttributeError):  # no such format, or no such control tokens
-        return None
-    return encoder
+    beginning = tokenizer.encode("")
+    num_ahead = len(beginning) + NUM_AHEAD
+    suffix_ids = tokenizer.encode(AHEAD + suffix)[num_ahead:] if suffix else ()
+    return (*beginning, suffix_id, *suffix_ids, prefix_id, *tokenizer.encode(prompt)[len(beginning) :])

@@ -43,15 +43,6 @@ FORMATS = {
 INTRODUCED_TOKENS = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
 
 
-def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
-    """Load a SentencePiece model. Its version is in the file's name (tokenizer.model.v3), else its control tokens show it."""
-    tokenizer = SentencePieceTokenizer(path)
-    if path.suffix == ".model":
-        versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
-        tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
-    return tokenizer
-
-
 class MistralChatTemplate:
     """Chat template in the format of the tokenizer's version. In version 1 a user who types "[INST]" begins an instruction."""
 
@@ -65,8 +56,15 @@ class MistralChatTemplate:
 
     @classmethod
     def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
-        """Load the template for a SentencePiece model."""
-        return cls(load_sentencepiece(path))
+        """Load the template for a SentencePiece model.
+
+        Its version is in the file's name (tokenizer.model.v3), else its control tokens show it.
+        """
+        tokenizer = SentencePieceTokenizer(path)
+        if path.suffix == ".model":
+            versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
+            tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
+        return cls(tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat | None:
