@@ -17,6 +17,7 @@ from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from scripted_chain import ScriptedChain, no_gate
+from tokenizer_files import SENTENCEPIECE
 
 from tramontane.client import AsyncClient, Client, RetryPolicy
 from tramontane.cluster.config.engine_config import DEMO_MODEL
@@ -55,6 +56,7 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.fim import encode_fim
 
 CONTEXT = 256
 MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
@@ -271,6 +273,21 @@ def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
         parse_generate(pb.GenerateRequest(text="a", response_format=text))
     assert refused.value.parameter == "response_format"
+
+
+def test_a_suffix_is_one_over_http() -> None:
+    path = SENTENCEPIECE["v3"]
+    tokenizer = SentencePieceTokenizer(path)
+    model = ServedModel("tiny", tokenizer, CONTEXT, 8, tokenizer.vocab_size)
+    request = parse_generate(generate_request("def f(", {"suffix": "return"}))
+
+    async def prompt_ids() -> tuple[int, ...]:
+        [spec] = (await Completion.prepare(model, request, 0.0)).specs()
+        return spec.prompt_ids
+
+    assert asyncio.run(prompt_ids()) == encode_fim(tokenizer, "def f(", "return")
+    with pytest.raises(ParameterError, match="suffix is for prompts that are texts, not token ids"):
+        parse_generate(generate_request([1, 2], {"suffix": "return"}))
 
 
 NEWER = b"\xa0\x06\x01"  # field 100: 1
