@@ -86,7 +86,7 @@ class PromptEncoder:
             require_tokenizer(self._folder, self._vocab_size)  # raises the error that names the files
         return encode_prompt(self.tokenizer, prompt, self._max_model_len, self._vocab_size, name)
 
-    def encode_chat(self, messages: Sequence[Message], name: str) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Message], name: str, reasoning_effort: str | None = None) -> tuple[int, ...]:
         """Return the ids of a conversation, up to where the assistant answers. Raises RequestError, CheckpointError."""
         if not is_list(messages):
             raise RequestError(f"{name} is {reprlib.repr(messages)}; it must be a list of messages, each {MESSAGE}")
@@ -94,7 +94,8 @@ class PromptEncoder:
             raise RequestError(f"{name} has no messages")
         if self._template is None:
             self._template = load_chat_template(self._folder, require_tokenizer(self._folder, self._vocab_size))
-        ids = self._template.encode([_to_chat_message(message, name) for message in messages])
+        chat_messages = [_to_chat_message(message, name) for message in messages]
+        ids = self._template.encode(chat_messages, reasoning_effort=reasoning_effort)
         return encode_prompt(self.tokenizer, ids, self._max_model_len, self._vocab_size, name)
 
     def answer_text(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> ChatDetokenizer:

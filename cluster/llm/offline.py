@@ -127,18 +127,21 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         n: int | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or several at once, in the checkpoint's chat format.
 
         A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant. An assistant's message may
-        have its ``reasoning`` too. The argument ``n`` is deprecated in favor of ``sampling_params.n``.
+        have its ``reasoning`` too. ``reasoning_effort``: how much the model is to think, None for its default. The argument ``n``
+        is deprecated in favor of ``sampling_params.n``.
 
         Raises:
-            RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
+            RequestError: a conversation is empty, not in the format's order, or does not fit into the context; or the model does
+                not know the effort.
             CheckpointError: the model folder has no chat format.
         """
-        several = as_conversations(messages)
-        encoded = [self._prompts.encode_chat(each, f"conversation {number}") for number, each in enumerate(several, start=1)]
+        encode, several = self._prompts.encode_chat, as_conversations(messages)
+        encoded = [encode(each, f"conversation {number}", reasoning_effort) for number, each in enumerate(several, start=1)]
         return self._complete([None] * len(encoded), encoded, _sampling(sampling_params, n), is_answer=True)
 
     def close(self) -> None:

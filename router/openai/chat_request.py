@@ -13,7 +13,7 @@ from tramontane.router.openai.completion_request import Text, check_text, parse_
 from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
 from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
-from tramontane.router.tokenization.chat import ChatMessage, Thought, ToolCall, with_thoughts
+from tramontane.router.tokenization.chat import ChatMessage, ReasoningEffort, Thought, ToolCall, with_thoughts
 from tramontane.router.tokenization.template_variables import TemplateVariables
 
 MAX_MESSAGES = 2048
@@ -30,6 +30,7 @@ MEDIA = MappingProxyType(  # by the type of a part
 
 
 NO_VERBOSITY = "this model has no setting for it; leave it out, or ask for an answer's length in a message"
+NO_PROMPT_LOGPROBS = "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of prompts, too"
 NO_SAFETY_PROMPT = "this server adds no safety prompt; leave it out, and write one into a system message"
 
 
@@ -219,7 +220,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     chat_template_kwargs: TemplateVariables | None = None
     continue_final_message: Annotated[bool, default_if_null(False)] = False
@@ -234,6 +235,7 @@ class ChatRequest(SamplingFields):
     functions: Annotated[Any, unsupported_except([])] = None
     modalities: Annotated[Any, unsupported_except(["text"])] = None
     prediction: Annotated[Any, unsupported_except()] = None
+    prompt_logprobs: Annotated[Any, unsupported_except(reason=NO_PROMPT_LOGPROBS)] = None
     safe_prompt: Annotated[Any, unsupported_except(reason=NO_SAFETY_PROMPT)] = None
     verbosity: Annotated[Any, unsupported_except("medium", reason=NO_VERBOSITY)] = None
     web_search_options: Annotated[Any, unsupported_except()] = None

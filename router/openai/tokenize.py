@@ -15,13 +15,15 @@ from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
 from tramontane.router.structured.grammar import Tool
 from tramontane.router.structured.request_model import RequestModel
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, message_texts
+from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, ReasoningEffort, message_texts
+from tramontane.router.tokenization.template_variables import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
     {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
     {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
 ]
+OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES)  # what a text has not
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
@@ -34,6 +36,8 @@ class TokenizeRequest(RequestModel):
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: Literal[True] | None = None
     add_generation_prompt: Literal[True] | None = None
 
@@ -65,10 +69,11 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
     if request.messages is not None:
-        ids = await encode_chat(model, chat, [message.message() for message in request.messages], request.tools or ())
+        messages, variables = [message.message() for message in request.messages], request.chat_template_kwargs
+        ids = await encode_chat(model, chat, messages, request.tools or (), variables, request.reasoning_effort)
     else:
-        if request.tools:
-            raise ParameterError("tools are for messages", "tools")
+        if given := next((name for name in OF_MESSAGES if getattr(request, name)), None):
+            raise ParameterError(f"{given} is for messages, not for a prompt; leave it out", given)
         ids = await _encode_text(model, request.prompt or "")
     if len(ids) > MAX_ITEMS:  # the answer is one piece of JSON
         raise ParameterError(f"these are {len(ids)} tokens; one request may have at most {MAX_ITEMS}", _given(request))

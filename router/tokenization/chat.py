@@ -8,6 +8,7 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 
 Role = Literal["system", "user", "assistant", "tool"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of which a model may know some
 VARIABLES = "chat_template_kwargs"  # the parameter of requests with variables of a template
 ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
 

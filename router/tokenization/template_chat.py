@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -18,6 +18,7 @@ from tramontane.router.tokenization.backends import encode_by_backend
 from tramontane.router.tokenization.chat import (
     VARIABLES,
     ChatMessage,
+    ReasoningEffort,
     Thought,
     ToolFormat,
     ToolSpec,
@@ -28,7 +29,6 @@ from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
 from tramontane.router.tokenization.tokenizer import validate_text
 
 EFFORT = "reasoning_effort"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # a template may know fewer
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # variables that every template gets
 
 
@@ -96,7 +96,7 @@ class JinjaChatTemplate:
         self._template, self._names, self._tokens = compile_template(template), names, tokens
         self._end_mark = secrets.token_hex(16)  # stands where a message ends that is to be continued
         self.tool_format, self.reasoning_format = tool_format, reasoning_format
-        self._efforts = EFFORTS if EFFORT in template else ()
+        self._efforts = get_args(ReasoningEffort) if EFFORT in template else ()
         self._knows_parts = "reasoning_content" not in template and re.search(r"""['"]thinking['"]""", template) is not None
 
     def encode(

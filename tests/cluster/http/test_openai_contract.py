@@ -329,6 +329,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
     ({"verbosity": "low"}, "verbosity"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"safe_prompt": True}, "safe_prompt"),
     ({"store": True}, "store"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),

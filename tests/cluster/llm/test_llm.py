@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizer_files import thinking_tekken
 
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_keys import DEMO_MODEL
+from tramontane.cluster.llm.inputs import PromptEncoder
 from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
 from tramontane.proto import request
 from tramontane.proto.errors import CheckpointError, ConfigError, PipelineError, RequestError
 from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
-from tramontane.router.tokenization.reasoning_parser import ReasoningFormat
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = ["ROMEO:", "To be, or not to be"]
@@ -185,6 +187,31 @@ def test_thoughts_of_an_answer_are_apart_from_its_text(llm: LLM, monkeypatch: py
     assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].reasoning == "", "a completion is text"
     with pytest.raises(RequestError, match=r"messages\[1\] has a thought"):
         llm.chat([*messages, {"role": "assistant", "content": "x", "reasoning": "y"}, *messages])
+
+
+def test_an_answer_may_begin_inside_a_thought(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the prompt is taken for the marker that begins a thought, and one of the answer for that which ends it."""
+    messages = [{"role": "user", "content": "Who are you?"}]
+    [plain] = llm.chat(messages, GREEDY)
+    ids, tokenizer = plain.outputs[0].token_ids, require_tokenizer(DEMO_MODEL, 10**6)
+    begin_id = next(token_id for token_id in reversed(plain.prompt_token_ids) if tokenizer.bytes_of(token_id))
+    end = next(at for at in range(2, len(ids)) if ids[at] not in (*ids[:at], begin_id))
+    form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, ids[end])
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    parser = ReasoningParser(form, tokenizer, is_open=True)
+    splits = [parser.push(token_id) for token_id in ids] + [parser.finish()]
+    [output] = llm.chat(messages, GREEDY)[0].outputs
+    assert output.reasoning == "".join(split.thought for split in splits) != ""
+    assert output.text == "".join(split.content for split in splits)
+
+
+def test_the_effort_of_thinking_reaches_the_format(llm: LLM, tmp_path: Path) -> None:
+    path, messages = thinking_tekken(tmp_path, "v15", ("none", "high")), [{"role": "user", "content": "Who are you?"}]
+    prompts = PromptEncoder(path.parent, 512, 10**6)
+    ids = [prompts.encode_chat(messages, "conversation 1", effort) for effort in (None, "none", "high")]
+    assert ids[0] == ids[1] != ids[2]
+    with pytest.raises(RequestError, match="reasoning_effort is 'high'; this model's format has no such setting"):
+        llm.chat(messages, GREEDY, reasoning_effort="high")
 
 
 @pytest.mark.parametrize(

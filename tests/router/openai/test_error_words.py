@@ -56,6 +56,7 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
     | {"suffix": "a", "add_special_tokens": True},
     TokenizeRequest: {
         **{"model": "m", "prompt": "a", "messages": MESSAGES, "tools": [TOOL]},
+        **{"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}},
         **{"add_special_tokens": True, "add_generation_prompt": True},
     },
     DetokenizeRequest: {"model": "m", "tokens": [1]},

@@ -1,5 +1,6 @@
 """Thoughts in a conversation become what mistral-common and templates make of them; so does ``reasoning_effort``."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -18,8 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.openai.chat_request import Messages
+from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.responses import to_json
-from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, Thought, with_thoughts
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.openai.tokenize import TokenizeRequest, tokenize
+from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, Thought, with_thoughts
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.reasoning_parser import is_open_after
 
@@ -127,8 +131,12 @@ def test_a_thought_may_be_a_field(path: Path, name: str) -> None:
     }
     for message in (answer, both, of_mistral):
         assert list(_chat(path.parent).encode(_parsed([USER, message, USER]))) == expected
-    by_mistral_common = ChatCompletionRequest.from_openai([USER, {"role": "assistant", "content": "391", name: "340 + 51"}, USER])
-    assert _mistral_common(path).encode_chat_completion(by_mistral_common).tokens == expected
+    # Without a text, as where the token limit was in the thought.
+    for content, ids in (("391", expected), ("", None), (None, None)):
+        conversation = [USER, {"role": "assistant", "content": content, name: "340 + 51"}, USER]
+        by_mistral_common = _mistral_common(path).encode_chat_completion(ChatCompletionRequest.from_openai(conversation)).tokens
+        assert list(_chat(path.parent).encode(_parsed(conversation))) == by_mistral_common
+        assert ids in (None, by_mistral_common)
 
 
 def test_a_thought_that_is_null_or_empty_is_none(path: Path) -> None:
@@ -167,6 +175,25 @@ def test_an_effort_that_a_model_does_not_know_is_refused(path: Path, version: st
     with pytest.raises(ParameterError, match=f"reasoning_effort is 'low'; this model{known}") as refused:
         _chat(path.parent).encode(HELLO, reasoning_effort="low")
     assert refused.value.parameter == "reasoning_effort"
+
+
+def _tokens(folder: Path, **more: Any) -> list[int]:  # noqa: ANN401
+    """What ``POST /tokenize`` returns of a conversation."""
+    tokenizer = require_tokenizer(folder, 10**6)
+    model = ServedModel("m", tokenizer, 512, 16, tokenizer.vocab_size)
+    request = parse_body(TokenizeRequest, to_json({"messages": [USER], **more}).encode())
+    return asyncio.run(tokenize(model, _chat(folder), request)).tokens
+
+
+def test_tokenize_takes_efforts_and_variables(tmp_path: Path) -> None:
+    path = thinking_tekken(tmp_path, "v15", ("none", "high"))
+    assert _tokens(tmp_path, reasoning_effort="high") == _reference(path, [USER], reasoning_effort="high")
+    for wrong, parameter in (({"reasoning_effort": "low"}, "reasoning_effort"), ({VARIABLES: {"tone": "b"}}, VARIABLES)):
+        with pytest.raises(ParameterError) as refused:
+            _tokens(tmp_path, **wrong)
+        assert refused.value.parameter == parameter
+    folder = _folder(tmp_path / "jinja", "{{ tone }}: {{ messages[0].content }}")
+    assert require_tokenizer(folder, 10**6).decode(tuple(_tokens(folder, **{VARIABLES: {"tone": "b"}}))).strip() == "b: 17 * 23?"
 
 
 # Templates
