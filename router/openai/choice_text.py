@@ -80,10 +80,9 @@ class ChoiceDetokenizer:
 
     def resume(self, state: ChoiceState, *, is_whole: bool = False) -> None:
         """Restore a choice as if its tokens had been pushed here. ``is_whole``: the client has received nothing of it."""
-        for token_id in state.token_ids:
-            self.push(TokenEvent(0, token_id))
-        if state.finish is not None and self.finish is None:  # the end of the sequence, not a stop string
-            self._last_piece()
+        for number, token_id in enumerate(state.token_ids, start=1):
+            is_last = number == len(state.token_ids)  # which may be a stop token, and then has no text
+            self.push(TokenEvent(0, token_id, state.finish if is_last else None))
         self.finish, self._pending = state.finish, list(state.pending_logprobs)
 
     @property

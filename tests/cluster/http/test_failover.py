@@ -74,7 +74,10 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 }
 
 # Models that think: the answers of several choices begin at other tokens, of which the first begins a thought.
-THINKERS: dict[str, Kind] = {"thoughts": "tekken", "thoughts, stops": "tekken", "thoughts as text": "text"}
+THINKERS: dict[str, Kind] = {
+    **{"thoughts": "tekken", "thoughts, stops": "tekken", "thoughts as text": "text", "thoughts, stop token": "tekken"}
+}
+STOPPED = thinking_model("tekken").say("a<think>One, two, three")  # the second choice ends a token earlier, in its thought
 THOUGHT = "<think>One \u00e9t\u00e9 STOP,\n</think>\n\ntwo \U0001f642<think> three </think> four STOP five"
 CASES |= {
     "thoughts": (CHAT, thinking_model("tekken").say(THOUGHT), HELLO | {"n": 2, **USAGE, "return_token_ids": True}),
@@ -84,7 +87,11 @@ CASES |= {
         thinking_model("text").say(THOUGHT),
         HELLO | {"n": 2, "stop": ["STOP"], "logprobs": True, "top_logprobs": 1, **USAGE},
     ),
+    "thoughts, stop token": (CHAT, STOPPED, HELLO | {"n": 2, "stop_token_ids": [STOPPED[-1]], "logprobs": True, **USAGE}),
 }
+# After how many messages ingresses die that know of calls, of thoughts, and of a choice that has ended.
+LATER = {"tools": [(15,), (8, 20)], **{name: [(7,), (5, 4)] for name in THINKERS}}
+LATER |= {"thoughts, stop token": [(len(STOPPED) - 1,), (3, 1)]}
 
 
 MARK = "a model"
@@ -191,9 +198,7 @@ def test_a_whole_answer_continues_where_its_proxy_knows_it_to_be(case: str, monk
 
     async def scenario() -> None:
         undisturbed = await post_json(_relayed(ResumableSource(token_ids), case=case)[0], path, body)
-        # Where calls and thoughts are known already.
-        later = {"tools": [(15,), (8, 20)], **{name: [(7,), (5, 4)] for name in THINKERS}}.get(case, [])
-        for lives in ((), (1,), (2,), (1, 2), *later):
+        for lives in ((), (1,), (2,), (1, 2), *LATER.get(case, [])):
             source = Counting(token_ids)
             ingresses = FailingIngresses(NodeAnnouncer(_ingress(source, case), "node", MARK), lives)
             client = await post_json(FailoverMiddleware(ingresses, DeadNodeWatcher(set)), path, body)
