@@ -21,6 +21,7 @@ from tiny_models import random_model, tiny_args, write_checkpoint, write_tokeniz
 
 from tramontane.cluster.cli import chat as chat_command
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli.chat import ChatReply
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import sanitize
 from tramontane.cluster.pipeline.engine import Engine, Report, open_engine
@@ -28,7 +29,7 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
-from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser
+from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, Split
 from tramontane.workers.model.transformer import StageModel
 
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
@@ -133,6 +134,26 @@ def test_thoughts_are_apart_from_answers_and_not_in_the_conversation(
     conversation = [ChatMessage("user", "The quick"), ChatMessage("assistant", first["text"]), ChatMessage("user", "brown")]
     assert second["prompt_tokens"] == len(prompt.encode(conversation))
     assert chat("The quick")[1] == f"{first['text']}\n", "answers alone are printed where there is no terminal"
+    # Now the prompt ends inside a thought.
+    begin_id = next(token_id for token_id in reversed(ids) if tokenizer.bytes_of(token_id))
+    form = ReasoningFormat("[THINK]", "[/THINK]", begin_id, tokens[end])
+    monkeypatch.setattr(MistralChatTemplate, "reasoning_format", form)
+    parser = ReasoningParser(form, tokenizer, is_open=True)
+    splits = [parser.push(token_id) for token_id in tokens] + [parser.finish()]
+    [opened] = _answers(chat("The quick", flags=("--json",))[1])
+    assert opened["reasoning"] == "".join(split.thought for split in splits) != ""
+    assert opened["text"] == "".join(split.content for split in splits)
+
+
+@pytest.mark.parametrize(("in_terminal", "shown"), [(True, "\x1b[2m17 *\x1b[22m\x1b[2m 23\x1b[22m\n\n391"), (False, "391")])
+def test_a_terminal_shows_thoughts_dimmed(in_terminal: bool, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing: Any = None
+    ctrl_c: Any = object() if in_terminal else None
+    session, answer = chat_command._Chat(*[nothing] * 4, ctrl_c, nothing, as_json=False), ChatReply(thought="")
+    for split in (Split("", "17 *", ()), Split("", " 23", ()), Split("39", "", ()), Split("1", "", ())):
+        session._show(split, answer)
+    assert capsys.readouterr().out == shown
+    assert (answer.thought, answer.text) == ("17 * 23", "391")
 
 
 def test_the_cache_is_for_one_conversation_of_any_length(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,9 @@ def test_tools_are_called_after_a_thought_and_not_in_one() -> None:
     assert calls is not None
     assert args is not None
     ids = (
-        *thinker.say('<think>I call f with {"a": 1}.</think>'),
+        *thinker.say('<think>I call f with {"a": 1}.'),
+        calls,  # in the thought it calls nothing
+        *thinker.say("</think>"),
         calls,
         *thinker.text_ids("f"),
         args,
@@ -248,6 +250,15 @@ def test_tools_are_called_after_a_thought_and_not_in_one() -> None:
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert choice["message"]["reasoning"] == 'I call f with {"a": 1}.'
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_thought_that_was_sent_open_is_continued(is_closed: bool) -> None:
+    thinker = thinking_model("tekken")
+    thought = {"type": "thinking", "thinking": "340 + ", "closed": is_closed}
+    messages = [*HELLO["messages"], {"role": "assistant", "content": [thought], "prefix": True}]
+    [choice] = _whole(thinker, thinker.say("391" if is_closed else "51</think>391"), {"messages": messages})["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None if is_closed else "51", "391")
 
 
 def test_log_probabilities_of_thoughts_are_a_list_apart() -> None:

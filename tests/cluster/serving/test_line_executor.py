@@ -1,0 +1,57 @@
+"""Lines of batch jobs are answered as requests over HTTP are, at every endpoint that a job may have."""
+
+import asyncio
+import json
+from typing import Any, get_args
+
+import pytest
+from scripted_token_source import SAID, ScriptedSource, client_for, http_app_for
+from tokenizer_files import SENTENCEPIECE
+
+from tramontane.cluster.serving.batch_replica import HANDLERS, LineExecutor
+from tramontane.proto.errors import ParameterError, UnknownModelError
+from tramontane.proto.jobs import Endpoint
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
+
+TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])
+MODEL = ServedModel("demo", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
+CHAT_FORMAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
+SAYS = TOKENIZER.encode(SAID)[1:]
+BODIES: dict[Endpoint, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "suffix": "b", "max_tokens": 64},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/fim/completions": {"prompt": "a", "suffix": "b", "n": 2},
+}
+
+
+def test_every_endpoint_of_jobs_is_tested() -> None:
+    assert set(BODIES) == set(HANDLERS) == set(get_args(Endpoint))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_line_is_answered_as_over_http(path: Endpoint) -> None:
+    body = BODIES[path] | {"seed": 1}
+
+    async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
+        of_line, over_http = ScriptedSource(SAYS), ScriptedSource(SAYS)
+        answer = await HANDLERS[path](LineExecutor(MODEL, CHAT_FORMAT, of_line), json.dumps(body).encode())
+        async with client_for(http_app_for(over_http, model=MODEL, chat=CHAT_FORMAT).app()) as client:
+            expected = (await client.post(path, json=body)).json()
+        ours, theirs = ([(spec.prompt_ids, spec.sampling) for spec in source.requested[0]] for source in (of_line, over_http))
+        assert ours == theirs
+        return answer, expected
+
+    answer, expected = asyncio.run(scenario())
+    chance = dict.fromkeys(("id", "created", "timings"))
+    assert json.loads(json.dumps(answer)) | chance == expected | chance
+    assert SAID in json.dumps(answer)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_line_is_no_stream_and_names_no_other_model(path: Endpoint) -> None:
+    executor = LineExecutor(MODEL, CHAT_FORMAT, ScriptedSource(SAYS))
+    for more, error in (({"stream": True}, ParameterError), ({"model": "other"}, UnknownModelError)):
+        with pytest.raises(error):
+            asyncio.run(HANDLERS[path](executor, json.dumps(BODIES[path] | more).encode()))
