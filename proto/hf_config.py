@@ -119,7 +119,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         dtype=parse_dtype(config, source),
         eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
-        quantization=_quantization(config.get("quantization_config"), source),
+        quantization=parse_quantization(config.get("quantization_config"), source),
     )
 
 
@@ -146,7 +146,7 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {"sliding_window": None} | outer | text | own
 
 
-def _quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
+def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
     """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported."""
     if not given:
         return None

@@ -8,6 +8,7 @@ from tramontane.proto.hf_config import (
     checkpoint_errors,
     parse_bool,
     parse_dtype,
+    parse_quantization,
     unsupported_quantization,
     yarn_attention_factor,
 )
@@ -78,6 +79,7 @@ def _check_supported(params: Mapping[str, Any], source: str) -> None:
     moe = params.get("moe") or {}
     used = [key for key in UNSUPPORTED_KEYS if params.get(key)]
     used += [f"moe.{key}" for key in UNSUPPORTED_MOE_KEYS if moe.get(key)]
+    used += ["multimodal.whisper_model_args"] * bool((params.get("multimodal") or {}).get("whisper_model_args"))  # of sound
     if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is set, and that is not supported")
     key, yarn = "original_max_position_embeddings", params.get("yarn") or {}
@@ -105,17 +107,19 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
         dtype=parse_dtype(params, source),
         eos_token_ids=(EOS_TOKEN_ID,),
         rope_scaling=_rope_scaling(params),
-        quantization=_quantization(params.get("quantization"), source),
+        quantization=_quantization(params, source),
     )
 
 
-def _quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
+def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None:
     """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported.
 
-    ``qscheme_act``, the scales of activations, has no effect: each token gets its own.
+    ``qscheme_act``, the scales of activations, has no effect: each token gets its own. Formats other than Mistral's FP8 are
+    described as in Hugging Face's layout.
     """
+    given = params.get("quantization")
     if not given:
-        return None
+        return parse_quantization(params.get("quantization_config"), source)
     if given.get("qformat_weight") == "fp8_e4m3" and given.get("qscheme_act") in (None, "TENSOR", "NO_SCALES"):
         return Quantization.FP8
     raise unsupported_quantization(", ".join(f"{key} {value}" for key, value in given.items())[:200], source)

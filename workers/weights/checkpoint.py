@@ -41,13 +41,16 @@ PICKLE_GLOBS = ("*.bin", "*.pth", "*.pt")
 
 
 class Checkpoint:
-    """The files of a folder, by the tensors of the text model that they hold."""
+    """The files of a folder, by the tensors of the text model that they hold. Raises CheckpointError if they contradict."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.layout = detect_layout(folder)
         self.files = _tensor_files(folder, self.layout)
         self._stored_names = {unwrapped_name(name): name for name in self.files}
+        if twice := next((name for name in self.files if self._stored_names[unwrapped_name(name)] != name), None):
+            other = self._stored_names[unwrapped_name(twice)]
+            raise CheckpointError(f"{folder} has the tensor {twice}, and as {other}, too; one of them does not belong here")
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
@@ -149,9 +152,12 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
             "and layers of which only some are quantized are not supported"
         )
     if not spec.scale and dtype not in STORED_TYPES:
+        reason = f"and {layout.value} does not say how it is quantized"
+        if dtype == FP8 and (spec.is_head or not spec.quantizable):
+            reason = "which only matrices of layers may be"
         raise CheckpointError(
-            f"tensor {spec.name} in {path} is of type {dtype}, and {layout.value} does not say how it is quantized; "
-            f"supported are {', '.join(STORED_TYPES)}, and FP8 with one scale for each matrix, as Mistral publishes it"
+            f"tensor {spec.name} in {path} is of type {dtype}, {reason}; supported are {', '.join(STORED_TYPES)}, and FP8 with "
+            "one scale for each matrix of a layer, as Mistral publishes it"
         )
     if shape != spec.shape:
         raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.shape}")

@@ -239,7 +239,7 @@ def test_tools_are_called_after_a_thought_and_not_in_one() -> None:
     ids = (
         *thinker.say('<think>I call f with {"a": 1}.'),
         calls,  # in the thought it calls nothing
-        *thinker.say("</think>"),
+        *thinker.say(" Now.</think>"),
         calls,
         *thinker.text_ids("f"),
         args,
@@ -249,7 +249,7 @@ def test_tools_are_called_after_a_thought_and_not_in_one() -> None:
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
-    assert choice["message"]["reasoning"] == 'I call f with {"a": 1}.'
+    assert choice["message"]["reasoning"] == 'I call f with {"a": 1}. Now.'
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -158,6 +158,7 @@ def test_where_an_answer_follows_a_grammar_only_its_beginning_is_a_thought() -> 
         ('{"a": "<think>b</think>"}', False, '{"a": "<think>b</think>"}', ""),
         ('a</think>{"a": "</think>"}', True, '{"a": "</think>"}', "a"),
         ("<thin", False, "<thin", ""),
+        ("<think>a</think><think>b</think>", False, "<think>b</think>", "a"),
     ):
         for cuts in ([], range(99)):
             assert _parse_text(text, cuts, is_open=is_open, only_first=True).texts == (content, thought)

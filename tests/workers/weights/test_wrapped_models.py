@@ -4,10 +4,11 @@ transformers writes the checkpoints and computes the logits. Of an FP8 checkpoin
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from torch import Tensor
 from transformers import Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
+from tramontane.proto.presets import PRESETS
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import tensor_reader
 from tramontane.workers.weights.checkpoint import Checkpoint
@@ -203,10 +207,10 @@ def test_every_scale_counts(tmp_path: Path) -> None:
     published = publish(tmp_path / "model", SHAPES["mistral-small-3.1"], fp8=True)
     folder, prompt = published.folder, random_ids(20, seed=1, vocab_size=128)
     exact, original = published.logits(prompt), load_file(folder / "model.safetensors")
-    other = SCALE.replace("k_proj", "v_proj")
-    changed = {SCALE: original[other] * 1.5, other: original[SCALE]}, {SCALE: 1 / original[SCALE]}
-    for changes in changed:
-        _change(folder, **changes)
+    others = [SCALE.replace("self_attn.k_proj", name) for name in ("self_attn.v_proj", "mlp.down_proj")]  # of its matrix, and not
+    exchanged = [{SCALE: original[other], other: original[SCALE]} for other in others]
+    for changes in (*exchanged, {SCALE: 1 / original[SCALE]}):
+        _change(folder, **original | changes)
         assert (_logits(folder, prompt) - exact).abs().max() > 100 * TOLERANCE
     _change(folder, **original)
     torch.testing.assert_close(_logits(folder, prompt), exact, rtol=0, atol=TOLERANCE)
@@ -254,6 +258,23 @@ def test_a_layer_that_is_not_quantized_is_refused(fp8_folder: Path) -> None:
     _change(fp8_folder, **{name: torch.ones(32, 64, dtype=torch.bfloat16)})
     with pytest.raises(CheckpointError, match=r"k_proj\.weight .* is of type BF16; config\.json says that matrices are FP8"):
         Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
+
+
+@pytest.mark.parametrize("name", ["language_model.lm_head.weight", "language_model.model.embed_tokens.weight"])
+def test_a_head_in_fp8_is_refused(fp8_folder: Path, name: str) -> None:
+    _change(fp8_folder, **{name: torch.ones(128, 64, dtype=torch.float8_e4m3fn)})
+    with pytest.raises(CheckpointError, match=rf"{name} .* is of type F8_E4M3, which only matrices of layers may be"):
+        Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
+
+
+def test_what_the_wrapper_says_alone_counts(fp8_folder: Path) -> None:
+    """Published configurations have the end-of-sequence token and the data type in either place."""
+    config = json.loads((fp8_folder / "config.json").read_text())
+    for name in ("eos_token_id", "dtype"):
+        config["text_config"].pop(name, None)
+    args = from_hf_config(config | {"eos_token_id": 7, "dtype": "float16"})
+    assert (args.eos_token_ids, args.dtype) == ((7,), "float16")
+    assert from_hf_config(config | {"dtype": None, "torch_dtype": "float16"}).dtype == "float16"
 
 
 def test_fp8_weights_without_a_word_in_the_configuration_are_refused(fp8_folder: Path) -> None:
@@ -341,9 +362,13 @@ def test_names_as_they_are_in_memory_are_known_too(tmp_path: Path) -> None:
     torch.testing.assert_close(_logits(published.folder, prompt), published.logits(prompt), rtol=0, atol=TOLERANCE)
     copy = tmp_path / "copy"
     shutil.copytree(published.folder, copy)
-    save_file(renamed | {"lm_head.extra": torch.ones(1)}, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"holds the tensor lm_head\.extra"):
-        Checkpoint(copy).check(read_model_args(copy))
+    for name, words in (
+        ("lm_head.extra", r"holds the tensor lm_head\.extra"),
+        ("language_model.model.norm.weight", "as (language_model.model|model.language_model).norm.weight, too"),
+    ):
+        save_file(renamed | {name: torch.ones(1)}, copy / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint(copy).check(read_model_args(copy))
 
 
 # ---- the output head
@@ -391,3 +416,51 @@ def test_what_transformers_writes_by_its_defaults(tmp_path: Path) -> None:
     assert not any("lm_head" in name for name in load_file(tmp_path / "model" / "model.safetensors"))
     assert _with_stored_head(tmp_path / "model").tied_embeddings
     _compare_with_transformers(tmp_path / "model")
+
+
+# ---- configurations as they are published
+
+
+SMALL_3_1 = {
+    **{"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "torch_dtype": "bfloat16"},
+    **{"image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2},
+    "text_config": {
+        **{"model_type": "mistral", "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32_768, "head_dim": 128},
+        **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "vocab_size": 131_072},
+        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None},
+    },
+    "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "head_dim": 64, "vocab_size": 32_000, "rope_theta": 1e4},
+}
+DEVSTRAL_2 = {
+    **{"dim": 12_288, "n_layers": 88, "head_dim": 128, "hidden_dim": 28_672, "n_heads": 96, "n_kv_heads": 8, "rope_theta": 1e6},
+    **{"norm_eps": 1e-5, "vocab_size": 131_072, "tied_embeddings": False, "max_position_embeddings": 262_144},
+    **{"q_lora_rank": None, "qk_rope_head_dim": None, "qk_nope_head_dim": None, "kv_lora_rank": None, "v_head_dim": None},
+    "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
+    "yarn": {"original_max_position_embeddings": 4096, "factor": 64, "apply_scale": True, "beta": 4, "alpha": 1},
+}
+
+
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def test_published_configurations_are_the_presets() -> None:
+    assert from_hf_config(SMALL_3_1) == replace(PRESETS["mistral-small-3.1-24b"], eos_token_ids=()), "which another file has"
+    devstral = PRESETS["devstral-2-123b"]
+    assert devstral.rope_scaling is not None
+    louder = replace(devstral.rope_scaling, attention_factor=0.1 * math.log(64) + 1)
+    assert from_mistral_params(DEVSTRAL_2) == replace(devstral, rope_scaling=louder)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"quantization": None, "quantization_config": NVFP4},
+            r"params\.json: weights quantized as 'compressed-tensors' \(nvfp4-pack-quantized\) are not supported",
+        ),
+        ({"multimodal": {"whisper_model_args": {"encoder_args": {}}}}, r"multimodal\.whisper_model_args is set"),
+    ],
+)
+def test_what_else_is_published_is_refused_by_name(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        from_mistral_params(DEVSTRAL_2 | more)
