@@ -22,11 +22,12 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.pipeline.engine import make_scheduler
+from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
 from tramontane.cluster.planning.layer_split import split_layers
 from tramontane.cluster.planning.plan_search import plan_pipeline
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, layer_costs, make_plan
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, is_feasible, layer_costs, make_plan
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
@@ -220,6 +221,17 @@ def test_a_quantized_plan_has_the_bytes_that_its_weights_leave() -> None:
     assert half.stages[0].weight_bytes == 2 * 7_241_732_096
     assert int8.stages[0].weight_bytes == 7_241_732_096 + kept + 4 * rows
     assert fp8.stages[0].weight_bytes == w8a8.stages[0].weight_bytes == int8.stages[0].weight_bytes
+
+
+def test_weights_that_are_published_in_fp8_are_not_to_be_quantized_once_more() -> None:
+    """int8 would make only the head smaller."""
+    args = PRESETS["ministral-3-8b"]
+    request = _request(args, dtype="bfloat16", max_model_len=1024, max_num_seqs=1)
+    sizes = (replace(request, budgets=(StageBudget(size),)) for size in range(8 * GIB, 12 * GIB, GIB // 16))
+    scarce = next(each for each in sizes if is_feasible(args, replace(each, quantize=Quantization.INT8)))
+    assert not is_feasible(args, scarce)
+    assert "--quantize" not in suggest_fixes(args, scarce)
+    assert suggest_fixes(replace(args, quantization=None), scarce).endswith("--quantize int8")
 
 
 def test_a_plan_says_who_holds_what() -> None:

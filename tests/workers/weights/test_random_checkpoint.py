@@ -45,7 +45,10 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
     tmp_path: Path, dtype: str, quantize: Quantization | None, name: str
 ) -> None:
     args = tiny_variant(PRESETS[name])
-    write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
+    written: list[int] = []
+    write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL, written.append, part_bytes=2**16)
+    stored = [tensor for path in (tmp_path / "model").glob("*.safetensors") for tensor in load_file(path).values()]
+    assert sum(written) == sum(tensor.nbytes for tensor in stored)
     weights = WeightFormat.of(args, dtype, quantize)
     read = Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), weights, "cpu")
     received: list[tuple[int, int]] = []
