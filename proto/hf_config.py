@@ -140,7 +140,7 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source} describes a {WRAPPER} with a text model of type {kind!r}; supported: {', '.join(WRAPPED_MODELS)}"
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
-    own = {"architectures": [WRAPPED_MODELS[kind]]}
+    own: dict[str, Any] = {"architectures": [WRAPPED_MODELS[kind]]}
     if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
         own[TIED] = True
     return {"sliding_window": None} | outer | text | own
