@@ -3,9 +3,9 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import uvicorn
 from pydantic import SecretStr
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, http_app_for
@@ -54,9 +54,9 @@ class ListeningServer:
         return [spec.prompt_ids for specs in self.source.requested for spec in specs]
 
 
-@contextmanager
-def listening_server() -> Iterator[ListeningServer]:
-    """Run a server for the time of the context."""
+@pytest.fixture(scope="module")
+def listening() -> Iterator[ListeningServer]:
+    """Run a server for the tests of a module."""
     source = ScriptedSource()
     source.fingerprint = FINGERPRINT
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
@@ -69,3 +69,10 @@ def listening_server() -> Iterator[ListeningServer]:
         yield ListeningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", source)
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def server(listening: ListeningServer) -> ListeningServer:
+    """Return the server, which answers what it always answers."""
+    listening.reset()
+    return listening

@@ -11,12 +11,14 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import Message, MessageParam, TextBlock, ThinkingBlock, ToolParam, ToolUseBlock
 from client_events import parse_events, texts_of
-from listening_server import CONTEXT, KEY, ListeningServer, ids_of, listening_server
+from listening_server import CONTEXT, KEY, ListeningServer, ids_of
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, client_for, http_app_for
 from thinking_models import thinking_model
-from tokenizer_files import THINK
+from tokenizer_files import THINK, thinking_tekken
 
 from tramontane.proto.errors import DeadlineExceededError, DrainingError, OverloadedError, PipelineError, TramontaneError
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 
 HELLO: list[MessageParam] = [{"role": "user", "content": "Hello!"}]
 WEATHER: ToolParam = {
@@ -25,18 +27,6 @@ WEATHER: ToolParam = {
     "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
 }
 CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
-
-
-@pytest.fixture(scope="module")
-def listening() -> Iterator[ListeningServer]:
-    with listening_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(listening: ListeningServer) -> ListeningServer:
-    listening.reset()
-    return listening
 
 
 @pytest.fixture

@@ -2,33 +2,23 @@
 
 import asyncio
 import json
-import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
+from listening_server import CALLS, CONTEXT, KEY, TOKENIZER, ListeningServer, ids_of
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, client_for, http_app_for
 from thinking_models import thinking_model
 from tokenizer_files import END_THINK, SENTENCEPIECE, THINK
 
-from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.proto.errors import OverloadedError, PipelineError
-from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
-KEY = "sk-contract"
-CONTEXT = 512
-TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
-CALLS = 5  # [TOOL_CALLS]
 HELLO: list[ChatCompletionMessageParam] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
 WEATHER: ChatCompletionToolParam = {
     "type": "function",
@@ -41,71 +31,29 @@ WEATHER: ChatCompletionToolParam = {
 CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
 
 
-def _ids(text: str) -> tuple[int, ...]:
-    return TOKENIZER.encode(text)[1:]
-
-
-@dataclass
-class Server:
-    url: str
-    source: ScriptedSource
-    client: OpenAI
-
-    def says(self, *token_ids: int) -> None:
-        self.source.token_ids = token_ids
-
-    def run(self, scenario: Callable[[AsyncOpenAI], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with AsyncOpenAI(api_key=KEY, base_url=self.url, max_retries=0) as client:
-                await scenario(client)
-
-        asyncio.run(main())
-
-
-@pytest.fixture(scope="module")
-def listening() -> Iterator[Server]:
-    source = ScriptedSource()
-    source.fingerprint = FINGERPRINT
-    model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
-    chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
-    app = http_app_for(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        with OpenAI(api_key=KEY, base_url=url, max_retries=0) as client:
-            yield Server(url, source, client)
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture
-def server(listening: Server) -> Server:
-    """Answers what it always answers."""
-    listening.says(*_ids(SAID))
-    listening.source.failure, listening.source.fails_at = None, 0
-    listening.source.requested.clear()
-    return listening
+def client(server: ListeningServer) -> Iterator[OpenAI]:
+    with OpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as made:
+        yield made
 
 
 # Completions and models
 
 
-def test_completions(server: Server) -> None:
-    plain = server.client.completions.create(model="tiny", prompt=["What", "news?"], n=2, max_tokens=100, logprobs=2, seed=1)
+def test_completions(server: ListeningServer, client: OpenAI) -> None:
+    plain = client.completions.create(model="tiny", prompt=["What", "news?"], n=2, max_tokens=100, logprobs=2, seed=1)
     assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
     assert {choice.text.strip() for choice in plain.choices} == {SAID}
     assert plain.choices[0].finish_reason == "stop"
     assert plain.system_fingerprint == FINGERPRINT
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.token_logprobs == [-0.5] * len(server.source.token_ids)
-    stream = server.client.completions.create(
+    stream = client.completions.create(
         model="tiny", prompt="What news?", max_tokens=3, stream=True, stream_options={"include_usage": True}
     )
     *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == TOKENIZER.decoder().push(_ids(SAID)[0]) + TOKENIZER.decode(
-        tuple(_ids(SAID)[1:3])
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TOKENIZER.decoder().push(ids_of(SAID)[0]) + TOKENIZER.decode(
+        tuple(ids_of(SAID)[1:3])
     )
     assert chunks[-1].choices[0].finish_reason == "length"
     assert {chunk.system_fingerprint for chunk in (*chunks, last)} == {FINGERPRINT}
@@ -113,14 +61,14 @@ def test_completions(server: Server) -> None:
     assert last.usage.completion_tokens == 3
 
 
-def test_models(server: Server) -> None:
-    assert [model.id for model in server.client.models.list()] == ["tiny"]
-    assert server.client.models.retrieve("tiny").owned_by == "tramontane"
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "tramontane"
     with pytest.raises(openai.NotFoundError):
-        server.client.models.retrieve("gpt")
+        client.models.retrieve("gpt")
 
 
-def test_async_and_raw(server: Server) -> None:
+def test_async_and_raw(server: ListeningServer) -> None:
     async def scenario(client: AsyncOpenAI) -> None:
         raw = await client.completions.with_raw_response.create(
             model="tiny", prompt="a", max_tokens=2, extra_headers={"x-request-id": "mine"}
@@ -140,14 +88,18 @@ def test_async_and_raw(server: Server) -> None:
         assert {answer.choices[0].message.content for answer in together} == {SAID}
         assert len({answer.id for answer in together}) == 4
 
-    server.run(scenario)
+    async def main() -> None:
+        async with AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0) as client:
+            await scenario(client)
+
+    asyncio.run(main())
 
 
 # Chat
 
 
-def test_chat(server: Server) -> None:
-    answer = server.client.chat.completions.create(model="tiny", messages=HELLO, n=2, temperature=0, user="somebody")
+def test_chat(server: ListeningServer, client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, n=2, temperature=0, user="somebody")
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -164,8 +116,8 @@ def test_chat(server: Server) -> None:
     assert specs[0].prompt_ids == prompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
 
 
-def test_a_chat_streams_the_role_first(server: Server) -> None:
-    stream = server.client.chat.completions.create(
+def test_a_chat_streams_the_role_first(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
         model="tiny", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}
     )
     first, *chunks, last = list(stream)
@@ -184,32 +136,32 @@ def test_a_chat_streams_the_role_first(server: Server) -> None:
     assert last.usage is not None
 
 
-def test_a_chat_of_one_token_streams_too(server: Server) -> None:
-    chunks = list(server.client.chat.completions.create(model="tiny", messages=HELLO, max_completion_tokens=1, stream=True))
+def test_a_chat_of_one_token_streams_too(client: OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, max_completion_tokens=1, stream=True))
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
 
 
-def test_stop_and_length(server: Server) -> None:
-    stopped = server.client.chat.completions.create(model="tiny", messages=HELLO, stop=["my"])
+def test_stop_and_length(client: OpenAI) -> None:
+    stopped = client.chat.completions.create(model="tiny", messages=HELLO, stop=["my"])
     assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("Good morrow, ", "stop")
-    cut = server.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+    cut = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
     assert cut.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_chats(server: Server, stream: bool) -> None:
+def test_logprobs_of_chats(client: OpenAI, stream: bool) -> None:
     request_body: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     if stream:
-        choices = [chunk.choices[0] for chunk in server.client.chat.completions.create(**request_body, stream=True)]
+        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**request_body, stream=True)]
     else:
-        choices = server.client.chat.completions.create(**request_body).choices
+        choices = client.chat.completions.create(**request_body).choices
     reported = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    assert [bytes(token.bytes).decode() for token in reported] == [TOKENIZER.bytes_of(i).decode() for i in _ids(SAID)[:3]]
+    assert [bytes(token.bytes).decode() for token in reported] == [TOKENIZER.bytes_of(i).decode() for i in ids_of(SAID)[:3]]
     assert {token.logprob for token in reported} == {-0.5}
     assert [[top.logprob for top in token.top_logprobs] for token in reported] == [[-0.5, -1.5]] * 3
 
 
-def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
+def test_what_was_said_before_may_be_of_any_kind(server: ListeningServer, client: OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "How is"}, {"type": "text", "text": "the weather?"}]},
@@ -222,16 +174,16 @@ def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
         },
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "windy"},
     ]
-    answer = server.client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
     assert answer.choices[0].message.content == SAID
     prompt = TOKENIZER.decode(server.source.requested[0][0].prompt_ids)
     for part in ("Be brief.", "How is\nthe weather?", "Arles", "windy", "of a town"):
         assert part in prompt
 
 
-def test_tools_are_called(server: Server) -> None:
-    server.says(CALLS, *_ids(CALLED))
-    answer = server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required")
+def test_tools_are_called(server: ListeningServer, client: OpenAI) -> None:
+    server.says(CALLS, *ids_of(CALLED))
+    answer = client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required")
     assert server.source.requested[0][0].sampling.grammar
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
@@ -239,14 +191,14 @@ def test_tools_are_called(server: Server) -> None:
     [call] = choice.message.tool_calls
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Arles"})
-    with server.client.chat.completions.stream(model="tiny", messages=HELLO[1:], tools=[WEATHER]) as stream:
+    with client.chat.completions.stream(model="tiny", messages=HELLO[1:], tools=[WEATHER]) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert final.message.tool_calls is not None
     assert final.message.tool_calls[0].function.name == "weather"
     assert json.loads(final.message.tool_calls[0].function.arguments) == {"town": "Arles"}
     assert final.message.tool_calls[0].id
-    server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none")
+    client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none")
     assert not server.source.requested[-1][0].sampling.grammar
 
 
@@ -254,14 +206,14 @@ class Town(BaseModel):
     name: str
 
 
-def test_answers_in_json(server: Server) -> None:
-    server.says(*_ids('{"name": "Arles"}'))
-    parsed = server.client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Town)
+def test_answers_in_json(server: ListeningServer, client: OpenAI) -> None:
+    server.says(*ids_of('{"name": "Arles"}'))
+    parsed = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Town)
     assert parsed.choices[0].message.parsed == Town(name="Arles")
     assert server.source.requested[0][0].sampling.grammar
-    server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "json_object"})
+    client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "json_object"})
     assert server.source.requested[1][0].sampling.grammar
-    server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
+    client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
     assert not server.source.requested[2][0].sampling.grammar
 
 
@@ -300,9 +252,9 @@ def test_thoughts_are_read_as_clients_of_deepseek_and_vllm_read_them() -> None:
 # Errors
 
 
-def test_a_wrong_key(server: Server) -> None:
+def test_a_wrong_key(server: ListeningServer) -> None:
     with (
-        OpenAI(api_key="wrong", base_url=server.url, max_retries=0) as unauthorized,
+        OpenAI(api_key="wrong", base_url=f"{server.url}/v1", max_retries=0) as unauthorized,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
         unauthorized.chat.completions.create(model="tiny", messages=HELLO)
@@ -310,9 +262,9 @@ def test_a_wrong_key(server: Server) -> None:
     assert server.source.requested == []
 
 
-def test_a_model_that_is_not_there(server: Server) -> None:
+def test_a_model_that_is_not_there(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
-        server.client.chat.completions.create(model="gpt", messages=HELLO)
+        client.chat.completions.create(model="gpt", messages=HELLO)
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
@@ -361,9 +313,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "param"), BAD)
-def test_invalid_requests(server: Server, changes: dict[str, Any], param: str) -> None:
+def test_invalid_requests(server: ListeningServer, client: OpenAI, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+        client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
     assert refused.value.param == param
     assert server.source.requested == []
 
@@ -385,44 +337,44 @@ def test_invalid_requests(server: Server, changes: dict[str, Any], param: str) -
         ({"messages": [{"role": "user"}], "contnet": "a"}, "messages[0].content is missing"),
     ],
 )
-def test_a_mistake_is_described_in_the_clients_words(server: Server, changes: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_described_in_the_clients_words(client: OpenAI, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+        client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
     assert refused.value.body["message"] == message  # type: ignore[index]
 
 
-def test_a_body_that_is_too_large(server: Server) -> None:
+def test_a_body_that_is_too_large(client: OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
-        server.client.completions.create(model="tiny", prompt="a" * 70_000)
+        client.completions.create(model="tiny", prompt="a" * 70_000)
     assert refused.value.status_code == 413
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_is_full(server: Server, stream: bool) -> None:
+def test_a_server_that_is_full(server: ListeningServer, client: OpenAI, stream: bool) -> None:
     server.source.failure = OverloadedError("too much waits", 7)
     with pytest.raises(openai.RateLimitError) as refused:
-        server.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
     assert refused.value.response.headers["retry-after"] == "7"
     assert refused.value.code == "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pipeline_that_is_lost(server: Server, stream: bool) -> None:
+def test_a_pipeline_that_is_lost(server: ListeningServer, client: OpenAI, stream: bool) -> None:
     server.source.failure = PipelineError("stage 1 died")
     with pytest.raises(openai.InternalServerError, match="stage 1 died") as refused:
-        server.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
     assert refused.value.status_code == 503
     assert refused.value.request_id
 
 
-def test_a_pipeline_that_dies_in_the_middle(server: Server) -> None:
+def test_a_pipeline_that_dies_in_the_middle(server: ListeningServer, client: OpenAI) -> None:
     server.source.failure, server.source.fails_at = PipelineError("stage 1 died"), 2
-    stream = server.client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+    stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="stage 1 died"):
         list(stream)
 
 
-def test_a_client_that_tries_again_gets_its_answer(server: Server) -> None:
+def test_a_client_that_tries_again_gets_its_answer(server: ListeningServer, client: OpenAI) -> None:
     """What OpenAI's client does by itself when it is to try again later."""
     server.source.failure = OverloadedError("too much waits", 0)
     reported: list[int] = []
@@ -435,7 +387,7 @@ def test_a_client_that_tries_again_gets_its_answer(server: Server) -> None:
 
     server.source.requested = Recovering()
     try:
-        client = server.client.with_options(max_retries=2)
+        client = client.with_options(max_retries=2)
         assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == SAID
         assert reported == [1, 2]
     finally:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from client_events import parse_events
-from listening_server import CONTEXT, KEY, ListeningServer, ids_of, listening_server
+from listening_server import CONTEXT, KEY, ListeningServer, ids_of
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import (
     FunctionToolParam,
@@ -34,18 +34,6 @@ WEATHER: FunctionToolParam = {
 }
 CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
 LOGPROBS = "message.output_text.logprobs"
-
-
-@pytest.fixture(scope="module")
-def listening() -> Iterator[ListeningServer]:
-    with listening_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(listening: ListeningServer) -> ListeningServer:
-    listening.reset()
-    return listening
 
 
 @pytest.fixture
