@@ -21,11 +21,13 @@ OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 
 
 def check_numbers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema. Raises ValueError for a whole number that is too long to write."""
+    """Return the schema. Raises ValueError for a number that JSON does not have, or a whole one that is too long to write."""
     level: list[Any] = [schema]
     while level:
         if any(isinstance(node, int) and node.bit_length() > MAX_NUMBER_BITS for node in level):
             raise ValueError(f"a number has more than {MAX_NUMBER_BITS} bits")
+        if any(isinstance(node, float) and not math.isfinite(node) for node in level):
+            raise ValueError("NaN and Infinity are not JSON")
         level = [child for node in level for child in _children(node)]
     return schema
 
@@ -67,17 +69,14 @@ def constraint_rule(rule: str, constraint: Constraint) -> AnswerRule:
 
 
 def json_rule(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> AnswerRule:
-    """Return the rule for JSON of a schema. Raises ParameterError for one that is too large, too deep, or not JSON.
+    """Return the rule for JSON of a schema. Raises ParameterError for one that is too large or too deep.
 
     ``lenient``: keywords that are not supported are ignored.
     """
     if OPTIONS in schema:
         raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
     multiples = _multiple_ofs(schema, where)
-    try:
-        text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
-    except ValueError:
-        raise ParameterError(f"{where}: NaN and Infinity are not JSON", where) from None
+    text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
     if len(text) > MAX_GRAMMAR_CHARS:  # bounds the product below, whose factors may have hundreds of digits
         raise too_large(len(text), where)
     if math.prod(multiples) > MAX_MULTIPLE:
@@ -113,8 +112,6 @@ def _multiple_ofs(schema: object, where: str) -> set[int]:
 def _digits(number: float) -> int:
     if isinstance(number, int):
         return abs(number)  # may be too large for a float
-    if not math.isfinite(number):
-        return 1  # refused later
     decimal = Decimal(str(number)).normalize()
     exponent = decimal.as_tuple().exponent
     assert isinstance(exponent, int)

@@ -69,6 +69,22 @@ def test_blocks_that_no_format_has_are_refused(content: Any, parameter: str) -> 
     assert refused.value.parameter == parameter
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 10**500])
+def test_numbers_that_cannot_be_written_are_refused_wherever_an_answer_may_repeat_them(number: float) -> None:
+    """Also where no grammar is made of them: in tools that are not to be called, and in a schema of an answer that is a call."""
+    schema = {"type": "object", "maximum": number}
+    function = {"type": "function", "name": "f", "parameters": schema}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    uncalled, called = {"tools": [function], "tool_choice": "none"}, {"tools": [function | {"parameters": {}}]}
+    for more, parameter in (
+        (uncalled, "tools[0].parameters"),
+        (called | {"tool_choice": "required", "text": form}, "text.format.schema"),
+    ):
+        with pytest.raises(ParameterError) as refused:
+            parse_responses(json.dumps({"input": "a"} | more).encode())
+        assert refused.value.parameter == parameter
+
+
 def test_calls_in_a_row_are_bounded() -> None:
     with pytest.raises(ParameterError, match=f"at most {MAX_CALLS} calls"):
         parse_responses(json.dumps({"input": [CALL] * (MAX_CALLS + 1)}).encode())
