@@ -10,7 +10,7 @@ from tramontane.router.openai.errors import HttpErrorSpec
 from tramontane.router.openai.responses import to_json
 
 RESPONSES = "/v1/responses"
-MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+MESSAGES = "/v1/messages/"
 # Anthropic's types of errors by status; its 529 is our 503, which proxies and load balancers know.
 TYPES: Mapping[int, str] = MappingProxyType(
     {
@@ -52,7 +52,7 @@ def encode_event(event: Event) -> bytes:
 
 def error_shape(path: str) -> ErrorShape:
     """Return how errors of a path are written, wherever the application is mounted."""
-    if path.endswith(MESSAGES):
+    if MESSAGES in f"{path}/":
         return _ANTHROPIC
     return _RESPONSES if path.endswith(RESPONSES) else _OPENAI
 

@@ -16,6 +16,7 @@ from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowEr
 from tramontane.cluster.http.error_shapes import error_shape
 from tramontane.proto.errors import DEFECT, DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import Identity, request_fields
+from tramontane.router.chat_apis.responses_request import NOT_STORED
 from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 from tramontane.router.openai.responses import ErrorType
 
@@ -103,8 +104,7 @@ def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception],
         assert isinstance(error, HTTPException)
         path = f"{request.url.path!r:.100}"
         if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
-            advice = METRICS if request.url.path.rstrip("/").endswith("/metrics") else OTHER_PATHS
-            message = f"{path} is not here; {advice}"
+            message = f"{path} is not here; {_advice(request.url.path)}"
             return json_error(error.status_code, message, "invalid_request_error", path=request.url.path)
         methods = _methods(routes, request)  # of all routes with this path; the error has those of one
         message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
@@ -112,6 +112,12 @@ def not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception],
         return json_error(error.status_code, message, "invalid_request_error", headers=headers, path=request.url.path)
 
     return answer
+
+
+def _advice(path: str) -> str:
+    if "/v1/responses/" in path:  # of one that a client has received, to read, cancel or delete it
+        return NOT_STORED
+    return METRICS if path.rstrip("/").endswith("/metrics") else OTHER_PATHS
 
 
 def _methods(routes: Sequence[Route], request: Request) -> list[str]:

@@ -321,6 +321,9 @@ def test_other_errors(server: ListeningServer, client: Anthropic) -> None:
     with pytest.raises(anthropic.ContentTooLargeError) as refused:
         client.messages.create(model="tiny", messages=large, max_tokens=1)  # type: ignore[arg-type]
     assert refused.value.response.json()["error"]["type"] == "request_too_large"
+    for path in ("/v1/messages/batches", "/v1/messages/"):
+        elsewhere = _post(server, {}, path)
+        assert (elsewhere.status_code, elsewhere.json()["error"]["type"]) == (404, "not_found_error")
     wrong_method = httpx.get(f"{server.url}/v1/messages", headers={"x-api-key": KEY})
     assert (wrong_method.status_code, wrong_method.json()["type"]) == (405, "error")
 

@@ -310,8 +310,9 @@ def test_other_errors(server: ListeningServer, client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(model="gpt", input="a")
     assert refused.value.param == "model"
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_1")
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="this server stores no answers; send the whole conversation as input"):
+            call("resp_1")
     with OpenAI(api_key="wrong", base_url=f"{server.url}/v1", max_retries=0) as other, pytest.raises(openai.AuthenticationError):
         other.responses.create(model="tiny", input="a")
     server.source.failure = OverloadedError("full", 3)
