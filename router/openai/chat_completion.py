@@ -242,7 +242,7 @@ class ChatCompletion:
 
 async def _grammar(request: ChatRequest, template: ChatTemplate, *, is_open: bool, drops_space: bool) -> str:
     constraint = answer_constraint(request)
-    if constraint is None and not request.tools and request.tool_choice in (None, "none"):
+    if constraint is None and not request.tools and request.tool_choice in (None, "none", "auto"):
         return ""
     form = template.reasoning_format
     return await run_in_grammar_pool(

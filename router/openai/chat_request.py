@@ -272,6 +272,13 @@ def _check_continuation(request: ChatRequest) -> None:
         raise ParameterError(
             "continue_final_message is for messages that end with one of the assistant", "continue_final_message"
         )
+    if request.echoed_prefix and (constraint := answer_constraint(request)) is not None:
+        name = constraint.where if isinstance(constraint, Constraint) else "response_format"
+        raise ParameterError(
+            f"prefix is the beginning of the answer, which then cannot be what {name} requires; continue_final_message continues "
+            "the message without repeating it",
+            f"messages[{len(request.messages) - 1}].prefix",
+        )
     if request.add_generation_prompt is not None and request.add_generation_prompt is request.continues_message:
         given, is_needed = str(request.add_generation_prompt).lower(), "false" if request.continues_message else "true"
         raise ParameterError(f"add_generation_prompt is {given}; this conversation needs {is_needed}", "add_generation_prompt")

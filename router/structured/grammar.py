@@ -171,7 +171,7 @@ def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[To
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise ParameterError("two tools have the same name", "tools")
-    if choice not in (None, "none") and not tools:
+    if choice not in (None, "none", "auto") and not tools:
         raise ParameterError("tool_choice is only allowed with tools", "tool_choice")
     if isinstance(choice, ToolChoiceFunction):
         if choice.function.name not in names:
