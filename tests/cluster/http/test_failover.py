@@ -70,6 +70,7 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "chat, stops": (CHAT, ENDS, HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE}),
     "fim": ("/v1/fim/completions", SAYS, {"prompt": "Hello", "suffix": "You", "n": 2, **USAGE}),
     "prefix": (CHAT, SAYS, {"messages": [*HELLO["messages"], {"role": "assistant", "content": "a", "prefix": True}], **COUNTS}),
+    "stop tokens": (CHAT, SAYS, HELLO | {"n": 2, "stop_token_ids": [SAYS[-1]], "logprobs": True, **USAGE}),
     "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
 }
 
