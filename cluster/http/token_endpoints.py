@@ -20,7 +20,7 @@ from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_answer import MessagesAnswers, count_tokens
 from tramontane.router.chat_apis.messages_request import parse_count_tokens, parse_messages
 from tramontane.router.chat_apis.responses_events import ResponsesAnswers
-from tramontane.router.chat_apis.responses_request import ResponsesCall, parse_responses
+from tramontane.router.chat_apis.responses_request import parse_responses
 from tramontane.router.fim.fim_completion import FimCompletion
 from tramontane.router.fim.fim_request import FimRequest, parse_fim
 from tramontane.router.openai.body_bounds import run_off_loop
@@ -36,7 +36,7 @@ from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 
 T = TypeVar("T")
-Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, ResponsesCall, Conversation)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, FimRequest, Conversation)
 
 
 class BodyReader:
@@ -98,7 +98,7 @@ class TokenEndpoints:
     async def responses(self, request: Request) -> Response:
         """Answer ``POST /v1/responses``."""
 
-        def prepare(parsed: ResponsesCall, arrived_at: float, resumed: ResumeState) -> Awaitable[ResponsesAnswers]:
+        def prepare(parsed: Conversation, arrived_at: float, resumed: ResumeState) -> Awaitable[ResponsesAnswers]:
             return ResponsesAnswers.prepare(self._model, self._chat, parsed, arrived_at, resumed)
 
         return await self._complete(request, parse_responses, prepare)

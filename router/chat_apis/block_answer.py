@@ -10,6 +10,7 @@ from tramontane.router.chat_apis.blocks import Blocks, PieceRecorder, Step
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.openai.body_bounds import run_off_loop
 from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.chunks import ChatChange, Event
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel
@@ -24,26 +25,39 @@ async def prepare_chat(
     model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
 ) -> ChatCompletion:
     """Return the chat completion for a request. Raises ParameterError that names the parameter of the client's API."""
-    thinks = template.reasoning_format is not None and conversation.request.reasoning_effort != "none"
-    if thinks and conversation.refuses_thoughts:
-        raise ParameterError(
-            "thinking: this model thinks as it was trained; leave thinking out, or set output_config.effort to none", "thinking"
-        )
     try:
-        return await ChatCompletion.prepare(model, template, conversation.request, arrived_at, state, PieceRecorder)
+        request = _request_for(template, conversation)
+        return await ChatCompletion.prepare(model, template, request, arrived_at, state, PieceRecorder)
     except ParameterError as error:
-        raise conversation.renamed(error) from error
+        raise _renamed(error, template, conversation) from error
 
 
 async def encode_conversation(model: ServedModel, template: ChatTemplate, conversation: Conversation) -> tuple[int, ...]:
     """Return the token ids of a conversation, as ``prepare_chat`` has them. Raises ParameterError."""
-    request = conversation.request
+    request = _request_for(template, conversation)
     tools = visible_tools(request.tools, request.tool_choice)
     try:
         effort = request.reasoning_effort
         return await encode_chat(model, template, request.conversation(), tools, reasoning_effort=effort)
     except ParameterError as error:
-        raise conversation.renamed(error) from error
+        raise _renamed(error, template, conversation) from error
+
+
+def _disables_thoughts(template: ChatTemplate, conversation: Conversation) -> bool:
+    """Return whether the client wants no thoughts of a model that thinks."""
+    return conversation.refuses_thoughts and template.reasoning_format is not None
+
+
+def _request_for(template: ChatTemplate, conversation: Conversation) -> ChatRequest:
+    """Return the chat as this model gets it: it is to think with the least effort if the client wants no thoughts."""
+    request = conversation.request
+    return request.model_copy(update={"reasoning_effort": "none"}) if _disables_thoughts(template, conversation) else request
+
+
+def _renamed(error: ParameterError, template: ChatTemplate, conversation: Conversation) -> ParameterError:
+    if error.parameter == "reasoning_effort" and _disables_thoughts(template, conversation):
+        return ParameterError("thinking: this model has no setting by which it would not think; leave thinking out", "thinking")
+    return conversation.renamed(error)
 
 
 class BlockAnswer(ABC):

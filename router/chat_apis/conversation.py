@@ -26,13 +26,16 @@ PLACE = re.compile(r"\bmessages\[(\d{1,9})\]")
 class Conversation:
     """A request for a chat completion. ``places`` has the client's place of each message, ``input[3]``.
 
-    ``names``: patterns of a chat's parameters, and what these are called in the client's API.
+    ``names``: patterns of a chat's parameters, and what these are called in the client's API. ``echo``: fields of the request
+    that its answer repeats, of about ``echo_bytes`` of JSON.
     """
 
     request: ChatRequest
     places: tuple[str, ...]
     names: Names
     refuses_thoughts: bool = False  # the client wants none
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    echo_bytes: int = 0
 
     @property
     def model(self) -> str | None:
@@ -83,9 +86,9 @@ class ConversationBuilder:
         fields |= {"reasoning_content": thought} if thought else {}
         self._add(AssistantMessage.model_validate(fields), place)
 
-    def add_result(self, call_id: str, text: str, place: str) -> None:
-        """Add the result of a call."""
-        self._add(ToolMessage(role="tool", content=text, tool_call_id=call_id), place)
+    def add_result(self, call_id: str, text: str, place: str, name: str | None = None) -> None:
+        """Add the result of a call. ``name``: of the function, if the client gives it."""
+        self._add(ToolMessage(role="tool", content=text, tool_call_id=call_id, name=name), place)
 
     def _add(self, message: Message, place: str) -> None:
         self.messages.append(message)

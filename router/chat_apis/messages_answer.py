@@ -8,7 +8,7 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.chat_apis.block_answer import BlockAnswer, encode_conversation, prepare_chat
 from tramontane.router.chat_apis.blocks import Block, Step
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.messages_blocks import check_depth
+from tramontane.router.chat_apis.messages_blocks import check_input
 from tramontane.router.openai.chunks import Event
 from tramontane.router.openai.responses import Answer, to_json
 from tramontane.router.openai.resume_state import ResumeState
@@ -42,11 +42,18 @@ class ToolUseContent(Answer):
     input: dict[str, Any]
 
 
+class MessagesTokensDetails(Answer):
+    """Tokens of thoughts."""
+
+    thinking_tokens: int
+
+
 class MessagesUsage(Answer):
     """Number of tokens. None come from a cache."""
 
     input_tokens: int
     output_tokens: int
+    output_tokens_details: MessagesTokensDetails
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
 
@@ -97,11 +104,11 @@ class MessagesAnswers(BlockAnswer):
     def whole(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the whole message. A call that was cut off is left out: its input is no JSON yet."""
         content = [written for block in self._blocks.all if (written := _content(block)) is not None]
-        return self._message(content or [_started(Block("text", 0))], self._chat.usage.completion_tokens, is_whole=True)
+        return self._message(content or [_started(Block("text", 0))], is_whole=True)
 
     def first_events(self) -> list[Event]:
         """Return the event before all blocks."""
-        return [_event("message_start", message=self._message([], 0, is_whole=False))]
+        return [_event("message_start", message=self._message([], is_whole=False))]
 
     def events_of(self, steps: Sequence[Step], logprobs: Mapping[str, Any] | None) -> list[Event]:
         """Return the events of what happens to blocks."""
@@ -109,11 +116,17 @@ class MessagesAnswers(BlockAnswer):
 
     def last_events(self) -> list[Event]:
         """Return the events after all blocks."""
-        usage = {"output_tokens": self._chat.usage.completion_tokens}
-        return [_event("message_delta", delta=self._stop(), usage=usage), _event("message_stop")]
+        return [_event("message_delta", delta=self._stop(), usage=self._output_usage(is_whole=True)), _event("message_stop")]
 
-    def _message(self, content: list[dict[str, Any]], num_output: int, *, is_whole: bool) -> dict[str, Any]:
-        usage = {"input_tokens": self._chat.usage.prompt_tokens, "output_tokens": num_output}
+    def _output_usage(self, *, is_whole: bool) -> dict[str, Any]:
+        usage = self._chat.usage
+        num_thought = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details is not None else 0
+        return {
+            "output_tokens": usage.completion_tokens if is_whole else 0,
+            "output_tokens_details": {"thinking_tokens": num_thought if is_whole else 0},
+        }
+
+    def _message(self, content: list[dict[str, Any]], *, is_whole: bool) -> dict[str, Any]:
         head = self._chat.head
         return {
             "id": f"msg_{str(head['id']).partition('-')[2]}",
@@ -122,7 +135,12 @@ class MessagesAnswers(BlockAnswer):
             "model": head["model"],
             "content": content,
             **(self._stop() if is_whole else {"stop_reason": None, "stop_sequence": None}),
-            "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+            "usage": {
+                "input_tokens": self._chat.usage.prompt_tokens,
+                **self._output_usage(is_whole=is_whole),
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+            },
         }
 
     def _stop(self) -> dict[str, Any]:
@@ -184,7 +202,7 @@ def parse_input(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call; None if they are cut off, or nested too deeply."""
     try:
         value = json.loads(text)
-        check_depth(value)
+        check_input(value)
         to_json(value).encode()
     except (ValueError, RecursionError):  # also for numbers and characters that JSON does not have
         return None

@@ -7,15 +7,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import ConversationBuilder, tool_call
-from tramontane.router.chat_apis.request_parts import by_type, joined_texts, known_types, typed
-from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, AssistantToolCall
+from tramontane.router.chat_apis.request_parts import Caller, by_type, known_types, typed
+from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.responses import to_json
-from tramontane.router.structured.request_model import RequestModel
+from tramontane.router.structured.request_model import RequestModel, check_depth
+from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 
-IGNORED_OF_TEXTS = frozenset({"cache_control", "citations"})
-TEXTS_ONLY = "images, documents and search results cannot be sent"
-USER_BLOCKS = "this model reads text only; blocks of the type {type} are not supported here, only text and tool_result"
+TEXTS = TextParts(ignored=frozenset({"cache_control", "citations"}))
+USER_BLOCKS = "blocks of the type {type} are not supported here, only text and tool_result"
 ASSISTANT_BLOCKS = "blocks of the type {type} are not supported here, only text, thinking and tool_use"
 MAX_INPUT_DEPTH = 64  # of the input of a call
 
@@ -46,10 +46,7 @@ class PlainText(RequestModel):
 
 
 PlainTexts = Annotated[list[PlainText], Field(min_length=1, max_length=MAX_PARTS)]
-JoinedTexts = Annotated[
-    Text,
-    BeforeValidator(joined_texts(frozenset({"text"}), IGNORED_OF_TEXTS, TEXTS_ONLY), json_schema_input_type=str | PlainTexts),
-]
+JoinedTexts = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | PlainTexts)]
 
 
 class ToolResultBlock(RequestModel):
@@ -62,18 +59,9 @@ class ToolResultBlock(RequestModel):
     cache_control: CacheControl | None = None
 
 
-def check_depth(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return the value. Raises ValueError if it is nested more than ``MAX_INPUT_DEPTH`` deep."""
-    level: list[Any] = [value]
-    for _ in range(MAX_INPUT_DEPTH):
-        level = [child for node in level if isinstance(node, dict | list) for child in _children(node)]
-        if not level:
-            return value
-    raise ValueError(f"it is nested more than {MAX_INPUT_DEPTH} deep")
-
-
-def _children(node: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(node.values()) if isinstance(node, dict) else node
+def check_input(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return the input of a call. Raises ValueError if it is nested more than ``MAX_INPUT_DEPTH`` deep."""
+    return check_depth(value, MAX_INPUT_DEPTH)
 
 
 class ToolUseBlock(RequestModel):
@@ -82,8 +70,9 @@ class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(check_depth)]
+    input: Annotated[dict[str, Any], AfterValidator(check_input)]
     cache_control: CacheControl | None = None
+    caller: Caller = None
 
 
 class ThinkingBlock(RequestModel):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.messages_blocks import CacheControl, JoinedTexts, Turns, add_turns, continues_answer
-from tramontane.router.chat_apis.request_parts import Effort, ShortText, by_type, known_types, refused, typed
+from tramontane.router.chat_apis.request_parts import NO_SEED, Effort, ShortText, by_type, known_types, refused, typed
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import MAX_STOP_CHARS, MAX_STOPS, parse_stops
 from tramontane.router.structured.answer_rules import JsonSchema
@@ -129,6 +129,12 @@ class Thinking(RequestModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class Diagnostics(RequestModel):
+    """``diagnostics`` of a request, which ask about caches, without effect."""
+
+    previous_message_id: ShortText | None = None
+
+
 class RequestUser(RequestModel):
     """``metadata`` of a request, without effect."""
 
@@ -149,6 +155,7 @@ class CountTokensRequest(RequestModel):
     context_management: Annotated[Any, refused("this server changes no conversation; leave it out")] = None
     mcp_servers: Annotated[Any, refused("this server calls no other servers; leave it out", [])] = None
     speed: Annotated[Any, unsupported_except("standard")] = None
+    user_profile_id: ShortText | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return fields of the chat."""
@@ -191,7 +198,10 @@ class MessagesRequest(CountTokensRequest):
     metadata: RequestUser | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: ShortText | None = None
+    diagnostics: Diagnostics | None = None
     container: Annotated[Any, refused("this server runs no code; leave it out")] = None
+    seed: Annotated[Any, refused(NO_SEED)] = None
+    store: Annotated[Any, refused("this server stores no answers; leave it out")] = None
 
     def fields(self) -> dict[str, Any]:
         """Return fields of the chat."""

@@ -1,15 +1,16 @@
 """What the requests of both APIs share: fields that are refused with a reason, and objects that are chosen by their ``type``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from tramontane.router.openai.chat_request import MAX_PARTS
 from tramontane.router.openai.errors import TYPE_TAG
 from tramontane.router.structured.request_model import RequestModel, unsupported_except
+from tramontane.router.structured.text_parts import refuse_media
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # as OpenAI bounds them
+NO_SEED = "this API has none; use temperature: 0 for repeatable answers, or /v1/chat/completions"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # how much a model is to think, if it knows that
 ShortText = Annotated[str, Field(max_length=MAX_VALUE)]
 
@@ -17,6 +18,9 @@ ShortText = Annotated[str, Field(max_length=MAX_VALUE)]
 def refused(reason: str, *allowed: Any) -> BeforeValidator:  # noqa: ANN401 - any JSON
     """Refuse a parameter with a reason, unless its value has no effect: null, false, or one of ``allowed``."""
     return unsupported_except(*allowed, reason=reason)
+
+
+Caller = Annotated[Any, refused("the server runs no programs, so calls are the model's own", {"type": "direct"})]
 
 
 def typed(name: str) -> Tag:
@@ -48,38 +52,12 @@ def known_types(names: Sequence[str], reason: str, default: str = "") -> BeforeV
         name = default if value.get("type") is None else value["type"]
         if not name:
             raise ValueError(f"its type is missing, which is one of {', '.join(names)}")
+        refuse_media(name)
         if not isinstance(name, str) or name not in names:
             raise ValueError(reason.replace("{type}", f"{name!r:.40}" if isinstance(name, str) else "it has"))
         return value
 
     return BeforeValidator(check)
-
-
-def joined_texts(types: frozenset[str], fields: frozenset[str], what: str) -> Callable[[Any], Any]:
-    """Return a validator that joins parts as lines of one text, as chats do.
-
-    ``types``: of the parts that are texts. ``fields``: more fields that a part may have, without effect.
-    """
-    known = fields | {"type", "text"}
-
-    def join(value: Any) -> Any:  # noqa: ANN401
-        if not isinstance(value, list):
-            return value
-        if not value or len(value) > MAX_PARTS:
-            raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
-        return "\n".join(map(text_of, value))
-
-    def text_of(part: Any) -> str:  # noqa: ANN401
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in types:
-            shown = f"; {kind!r:.40} is not supported" if isinstance(kind, str) else ""
-            raise ValueError(f"this model reads and writes text only{shown}: {what}")
-        if not part.keys() <= known or not isinstance(part.get("text"), str):
-            raise ValueError(f'a part must be as {{"type": "{kind}", "text": "..."}}')
-        text: str = part["text"]
-        return text
-
-    return join
 
 
 def _check_metadata(value: Any) -> Any:  # noqa: ANN401

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tramontane.router.chat_apis.blocks import Block
-from tramontane.router.chat_apis.responses_request import ChosenFunction, ResponsesRequest, SchemaFormat
 from tramontane.router.openai.responses import Answer, Bulk, Usage
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -127,33 +126,6 @@ class ResponsesAnswer(Answer):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
-
-
-def request_echo(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields of an answer that repeat the request."""
-    choice, form = request.tool_choice, request.text.format if request.text is not None else None
-    written: dict[str, Any] = {"type": form.type} if form is not None else {"type": "text"}
-    if isinstance(form, SchemaFormat):
-        written |= {"name": form.name, "schema": form.schema_, "strict": form.strict}
-    return {
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
-        "reasoning": {"effort": request.reasoning.effort if request.reasoning is not None else None, "summary": None},
-        "store": False,
-        "temperature": request.temperature,
-        "text": {"format": written},
-        "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto",
-        "tools": [
-            {key: getattr(tool, key) for key in ("type", "name", "description", "parameters", "strict")}
-            for tool in request.tools or ()
-        ],
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
-        "truncation": "disabled",
-    }
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

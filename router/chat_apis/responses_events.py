@@ -10,16 +10,15 @@ from typing import Any
 from tramontane.proto.request import FinishReason
 from tramontane.router.chat_apis.block_answer import BlockAnswer, prepare_chat
 from tramontane.router.chat_apis.blocks import Block, Step
+from tramontane.router.chat_apis.conversation import Conversation
 from tramontane.router.chat_apis.responses_answer import (
     Status,
     item_id,
     item_of,
     output_logprobs,
     part_of,
-    request_echo,
     usage_of,
 )
-from tramontane.router.chat_apis.responses_request import ResponsesCall, ResponsesRequest
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chunks import Event
 from tramontane.router.openai.resume_state import ResumeState
@@ -46,20 +45,19 @@ def next_number(num_tokens: int, num_blocks: int) -> int:
 class ResponsesAnswers(BlockAnswer):
     """The response to one request."""
 
-    def __init__(self, chat: ChatCompletion, request: ResponsesRequest, num_bytes: int) -> None:
-        super().__init__(chat, num_bytes)
-        self._echo = request_echo(request)
+    def __init__(self, chat: ChatCompletion, conversation: Conversation) -> None:
+        super().__init__(chat, conversation.echo_bytes)
+        self._echo = conversation.echo
         self._id = str(chat.head["id"]).partition("-")[2]
         is_resumed = chat.has_begun
         self._number = next_number(self._choice.num_tokens, len(self._blocks.all)) if is_resumed else 0
 
     @classmethod
     async def prepare(
-        cls, model: ServedModel, template: ChatTemplate, call: ResponsesCall, arrived_at: float, state: ResumeState
+        cls, model: ServedModel, template: ChatTemplate, conversation: Conversation, arrived_at: float, state: ResumeState
     ) -> "ResponsesAnswers":
         """Render, tokenize and validate. Raises RequestError for what can never run."""
-        chat = await prepare_chat(model, template, call.conversation, arrived_at, state)
-        return cls(chat, call.request, call.num_bytes)
+        return cls(await prepare_chat(model, template, conversation, arrived_at, state), conversation)
 
     @property
     def next_number(self) -> int:

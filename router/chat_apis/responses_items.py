@@ -7,31 +7,31 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from tramontane.proto.errors import ParameterError
 from tramontane.router.chat_apis.conversation import ConversationBuilder, tool_call
-from tramontane.router.chat_apis.request_parts import ShortText, by_type, joined_texts, known_types, refused, typed
-from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, AssistantToolCall
+from tramontane.router.chat_apis.request_parts import Caller, ShortText, by_type, known_types, refused, typed
+from tramontane.router.openai.chat_request import MAX_CALLS, MAX_MESSAGES, AssistantToolCall
 from tramontane.router.openai.completion_request import Text
-from tramontane.router.structured.request_model import RequestModel, default_if_null
+from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 
-TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
-IGNORED_OF_PARTS = frozenset({"annotations", "logprobs"})
-TEXTS_ONLY = "images, audio and files cannot be sent"
+TEXTS = TextParts(
+    ("input_text", "output_text", "text"), frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
+)
 OTHER_ITEMS = "items of the type {type} are not supported; there are message, function_call, function_call_output and reasoning"
 
 
 class InputPart(RequestModel):
-    """A text. What an answer's text has more is accepted, without effect."""
+    """A text. What an answer's text has more, and hints about caches, are accepted, without effect."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Any = None
     logprobs: Any = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 Parts = Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)]
-Content = Annotated[
-    Text,
-    BeforeValidator(joined_texts(TEXT_PARTS, IGNORED_OF_PARTS, TEXTS_ONLY), json_schema_input_type=str | Parts),
-]
+Content = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | Parts)]
 
 
 class Item(RequestModel):
@@ -57,6 +57,8 @@ class FunctionCallItem(Item):
     call_id: Text
     name: Text
     arguments: Text
+    caller: Caller = None
+    namespace: Annotated[Any, unsupported_except()] = None
 
 
 class FunctionCallOutputItem(Item):
@@ -65,6 +67,9 @@ class FunctionCallOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: Text
     output: Content
+    name: Text | None = None
+    caller: Caller = None
+    namespace: Annotated[Any, unsupported_except()] = None
 
 
 class ReasoningPart(RequestModel):
@@ -159,7 +164,7 @@ class _AssistantTurn:
                 self._thoughts += [part.text for part in item.content or ()]
             case FunctionCallOutputItem():
                 self.end()
-                self.builder.add_result(item.call_id, item.output, place)
+                self.builder.add_result(item.call_id, item.output, place, item.name)
             case MessageItem():
                 self._add_message(item, place)
         is_answer = bool(self._thoughts or self._calls) or self._text is not None

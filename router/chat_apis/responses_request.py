@@ -4,7 +4,7 @@ What cannot be had here and would change an answer is refused by name. What cann
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -12,7 +12,16 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.chat_apis.conversation import Conversation
-from tramontane.router.chat_apis.request_parts import Effort, RequestMetadata, ShortText, by_type, known_types, refused, typed
+from tramontane.router.chat_apis.request_parts import (
+    NO_SEED,
+    Effort,
+    RequestMetadata,
+    ShortText,
+    by_type,
+    known_types,
+    refused,
+    typed,
+)
 from tramontane.router.chat_apis.responses_items import InputItems, add_items
 from tramontane.router.openai.completion_request import Text, parse_body
 from tramontane.router.structured.answer_rules import JsonSchema
@@ -121,6 +130,8 @@ class ReasoningConfig(RequestModel):
     """``reasoning`` of a request. Summaries are not made: thoughts are returned whole."""
 
     effort: Effort | None = None
+    context: Annotated[Any, refused("thoughts that are sent are shown to the model as its format has them", "auto")] = None
+    mode: Annotated[Any, refused("this server has one way of thinking", "standard")] = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -154,6 +165,7 @@ class ResponsesRequest(RequestModel):
     """Body of ``POST /v1/responses``."""
 
     model: str | None = None
+    messages: Annotated[Any, refused("a conversation is input here; /v1/chat/completions and /v1/messages take messages")] = None
     input: InputItems
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -164,7 +176,7 @@ class ResponsesRequest(RequestModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     reasoning: ReasoningConfig | None = None
-    include: Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)))] | None = None
+    include: Annotated[tuple[Include, ...], Field(max_length=len(get_args(Include)), fail_fast=True)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: Annotated[bool, default_if_null(False)] = False
     metadata: RequestMetadata | None = None
@@ -188,6 +200,7 @@ class ResponsesRequest(RequestModel):
     moderation: Annotated[Any, refused("this server has no moderation; leave it out")] = None
     previous_response_id: Annotated[Any, refused(NOT_STORED)] = None
     prompt: Annotated[Any, refused("this server stores no prompts; send the text as input")] = None
+    seed: Annotated[Any, refused(NO_SEED)] = None
     stream_options: Annotated[Any, unsupported_except({}, {"include_obfuscation": False})] = None
 
     @property
@@ -224,34 +237,36 @@ class ResponsesRequest(RequestModel):
         }
         return add_items(self.instructions, self.input).build(fields, NAMES)
 
+    def echo(self) -> dict[str, Any]:
+        """Return the fields of an answer that repeat the request."""
+        choice, form = self.tool_choice, self.text.format if self.text is not None else None
+        written: dict[str, Any] = {"type": form.type} if form is not None else {"type": "text"}
+        if isinstance(form, SchemaFormat):
+            written |= {"name": form.name, "schema": form.schema_, "strict": form.strict}
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning.effort if self.reasoning is not None else None, "summary": None},
+            "store": False,
+            "temperature": self.temperature,
+            "text": {"format": written},
+            "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto",
+            "tools": [
+                {key: getattr(tool, key) for key in ("type", "name", "description", "parameters", "strict")}
+                for tool in self.tools or ()
+            ],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+        }
 
-@dataclass(frozen=True, slots=True)
-class ResponsesCall:
-    """A request and the chat that it is. ``num_bytes``: of its body."""
 
-    request: ResponsesRequest
-    conversation: Conversation
-    num_bytes: int
-
-    @property
-    def model(self) -> str | None:
-        """The model that the client names."""
-        return self.request.model
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is streamed."""
-        return self.request.stream
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences, which is 1."""
-        return self.conversation.num_sequences
-
-
-def parse_responses(body: bytes) -> ResponsesCall:
+def parse_responses(body: bytes) -> Conversation:
     """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(ResponsesRequest, body)
     if request.top_logprobs and not request.returns_logprobs:
         raise ParameterError(f'top_logprobs is only allowed with include: ["{INCLUDED_LOGPROBS}"]', "top_logprobs")
-    return ResponsesCall(request, request.conversation_of(), len(body))
+    return replace(request.conversation_of(), echo=request.echo(), echo_bytes=len(body))

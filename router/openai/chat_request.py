@@ -1,7 +1,6 @@
 """Chat requests: OpenAI's fields, and those of vLLM and Mistral. Other fields are refused."""
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
@@ -11,26 +10,21 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.completion_request import Text, check_text, parse_body
 from tramontane.router.openai.request_fields import SamplingFields
+from tramontane.router.structured.answer_rules import Constraint
 from tramontane.router.structured.grammar import MAX_TOOLS, Tool, ToolChoice
+from tramontane.router.structured.guided import answer_constraint
 from tramontane.router.structured.request_model import RequestModel, default_if_null, unsupported_except
+from tramontane.router.structured.text_parts import MAX_PARTS, TextParts
 from tramontane.router.tokenization.chat import ChatMessage, ReasoningEffort, Thought, ToolCall, with_thoughts
 from tramontane.router.tokenization.template_variables import TemplateVariables
 
 MAX_MESSAGES = 2048
-MAX_PARTS = 128
 MAX_CALLS = 128
-MEDIA = MappingProxyType(  # by the type of a part
-    {
-        **dict.fromkeys(("image_url", "input_image", "image", "image_pil", "image_embeds"), "images"),
-        **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings of sound"),
-        **dict.fromkeys(("video_url", "video"), "videos"),
-        **dict.fromkeys(("file", "input_file", "document_url"), "files"),
-    }
-)
-
+TEXTS = TextParts(ignored=frozenset({"cache_control", "prompt_cache_breakpoint"}))  # hints about caches
 
 NO_VERBOSITY = "this model has no setting for it; leave it out, or ask for an answer's length in a message"
 NO_PROMPT_LOGPROBS = "answers to chats have log-probabilities of new tokens alone; /v1/completions has those of prompts, too"
+NO_PROMPT_MODE = "this server adds no system message; leave it out, and send the one of the model"
 NO_SAFETY_PROMPT = "this server adds no safety prompt; leave it out, and write one into a system message"
 
 
@@ -39,30 +33,12 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: str
-
-
-def _content(value: Any) -> Any:  # noqa: ANN401
-    """Join parts as lines of one text."""
-    if not isinstance(value, list):
-        return value
-    if not value or len(value) > MAX_PARTS:
-        raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
-    return "\n".join(map(_part_text, value))
-
-
-def _part_text(part: Any) -> str:  # noqa: ANN401
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in MEDIA:
-        raise ValueError(f"the model serves text only; {MEDIA[kind]} are not supported")
-    if kind != "text":
-        raise ValueError("only parts of the type text are supported")
-    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError('a part must be as {"type": "text", "text": "..."}')
-    return part["text"]
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str | Parts)]
+Content = Annotated[Text, BeforeValidator(TEXTS.join, json_schema_input_type=str | Parts)]
 
 
 class ThinkingPart(RequestModel):
@@ -80,18 +56,18 @@ def _thoughtful(value: Any) -> tuple[str | Thought, ...]:  # noqa: ANN401
     """Return the texts and thoughts of a content; texts without a thought are joined."""
     is_list = isinstance(value, list) and len(value) <= MAX_PARTS
     if not is_list or not any(isinstance(part, dict) and part.get("type") == "thinking" for part in value):
-        text = _content(value)
+        text = TEXTS.join(value)
         if not isinstance(text, str):
             raise PydanticKnownError("string_type")
         return (check_text(text),)
     return tuple(
-        _thought(part) if isinstance(part, dict) and part.get("type") == "thinking" else _part_text(part) for part in value
+        _thought(part) if isinstance(part, dict) and part.get("type") == "thinking" else TEXTS.text_of(part) for part in value
     )
 
 
 def _thought(part: dict[str, Any]) -> Thought:
     text = part.get("thinking")
-    text = "".join(map(_part_text, text)) if isinstance(text, list) and len(text) <= MAX_PARTS else text
+    text = "".join(map(TEXTS.text_of, text)) if isinstance(text, list) and len(text) <= MAX_PARTS else text
     closed = part.get("closed", True)
     if not part.keys() <= {"type", "thinking", "closed"} or not isinstance(text, str) or not isinstance(closed, bool):
         raise ValueError('a thought must be as {"type": "thinking", "thinking": "...", "closed": true}')
@@ -234,8 +210,10 @@ class ChatRequest(SamplingFields):
     function_call: Annotated[Any, unsupported_except("none")] = None
     functions: Annotated[Any, unsupported_except([])] = None
     modalities: Annotated[Any, unsupported_except(["text"])] = None
+    moderation: Annotated[Any, unsupported_except()] = None
     prediction: Annotated[Any, unsupported_except()] = None
     prompt_logprobs: Annotated[Any, unsupported_except(reason=NO_PROMPT_LOGPROBS)] = None
+    prompt_mode: Annotated[Any, unsupported_except(reason=NO_PROMPT_MODE)] = None
     safe_prompt: Annotated[Any, unsupported_except(reason=NO_SAFETY_PROMPT)] = None
     verbosity: Annotated[Any, unsupported_except("medium", reason=NO_VERBOSITY)] = None
     web_search_options: Annotated[Any, unsupported_except()] = None

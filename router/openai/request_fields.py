@@ -80,8 +80,9 @@ class NeutralFields(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
     metadata: Annotated[dict[str, Any] | None, AfterValidator(check_depth)] = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: Annotated[Any, unsupported_except(reason="this server does not store answers; leave it out, or send false")] = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None

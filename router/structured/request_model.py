@@ -14,14 +14,14 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def check_depth(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Return the value. Raises ValueError if it is nested more than 32 deep."""
+def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> Any:  # noqa: ANN401 - any JSON
+    """Return the value. Raises ValueError if its lists and objects are nested more than ``max_depth`` deep."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(max_depth):
         parts = [each for each in level if isinstance(each, dict | list)]
         level = [child for part in parts for child in (part.values() if isinstance(part, dict) else part)]
     if any(isinstance(each, dict | list) for each in level):
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"it is nested more than {max_depth} deep")
     return value
 
 

@@ -134,13 +134,79 @@ def test_constraints_reach_the_last_stage(path: str, fields: dict[str, Any]) -> 
     assert ('" "?' in grammar) is (is_json or path == CHAT), "a space before a chat's answer is not part of it"
 
 
-def test_images_are_refused_as_such() -> None:
-    part = {"type": "image_url", "image_url": {"url": "x"}}
-    answered = Answered(CHAT, {"messages": [{"role": "user", "content": [part]}]})
-    error = check_error(answered.text.encode(), "messages[0].content")
-    assert error["message"].endswith("the model serves text only; images are not supported")
-    sound = Answered(CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})
-    assert "recordings of sound are not supported" in sound.text
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+
+
+def _says(part: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part]}], "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "media"),
+    [
+        (CHAT, _says({"type": "image_url", "image_url": {"url": "x"}}), "images"),
+        (CHAT, _says({"type": "input_audio"}), "recordings of sound"),
+        (CHAT, _says({"type": "document_url", "document_url": "x"}), "files"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}]}, "files"),
+        (MESSAGES, _says({"type": "image", "source": {"type": "base64"}}), "images"),
+        (MESSAGES, _says({"type": "document"}), "documents"),
+        (MESSAGES, _says({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}), "images"),
+        (MESSAGES, HELLO | {"max_tokens": 5, "system": [{"type": "search_result"}]}, "search results"),
+        (MESSAGES + "/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_the_same_words_by_every_api(path: str, body: dict[str, Any], media: str) -> None:
+    answered = Answered(path, body)
+    assert answered.status == 400, answered.text
+    message = check_error(answered.text.encode(), path=path)["message"]
+    assert message.endswith(f": the model serves text only; {media} are not supported"), message
+
+
+def test_other_parts_are_refused_by_their_types() -> None:
+    assert "only parts of the type text are supported" in Answered(CHAT, _says({"type": "refusal"})).text
+    answered = Answered(RESPONSES, {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]})
+    assert "only parts of the type input_text or output_text or text are supported" in answered.text
+    assert 'a part must be as {\\"type\\"' in Answered(CHAT, _says({"type": "text", "text": "a", "other": 1})).text
+
+
+def test_hints_about_caches_change_no_prompt() -> None:
+    hinted = {
+        "type": "text",
+        "text": "a",
+        "cache_control": {"type": "ephemeral"},
+        "prompt_cache_breakpoint": {"mode": "explicit"},
+    }
+    prompts = [Answered(CHAT, _says(part)).source.requested[0][0].prompt_ids for part in ({"type": "text", "text": "a"}, hinted)]
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "name"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ],
+)
+def test_an_answer_cannot_begin_with_a_prefix_and_follow_a_constraint(constraint: dict[str, Any], name: str) -> None:
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "Good ", "prefix": True}]
+    answered = Answered(CHAT, {"messages": messages} | constraint)
+    assert answered.status == 400
+    assert f"cannot be what {name} requires" in check_error(answered.text.encode(), "messages[1].prefix")["message"]
+    without = [*HELLO["messages"], {"role": "assistant", "content": "Good "}]
+    for body in (
+        {"messages": without, "continue_final_message": True},
+        {"messages": [*messages[:-1], messages[-1] | {"content": ""}]},
+    ):
+        assert "cannot be what" not in Answered(CHAT, body | constraint).text
+
+
+def test_a_choice_of_tools_without_tools_is_refused_unless_it_chooses_nothing() -> None:
+    for choice in ("auto", "none"):
+        assert Answered(CHAT, HELLO | {"tool_choice": choice}).status == 200
+        assert Answered(CHAT, HELLO | {"tool_choice": choice, "guided_choice": ["a"]}).status == 200
+    assert Answered(CHAT, HELLO | {"tool_choice": "required"}).status == 400
 
 
 # FIM

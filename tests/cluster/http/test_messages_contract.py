@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -194,6 +196,11 @@ CONVERSATIONS: list[tuple[Any, Any, list[Any]]] = [
             {"role": "user", "content": "And now?"},
         ],
     ),
+    (
+        "Be brief.",
+        [{"role": "system", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "kind."}]}, *HELLO],
+        [{"role": "system", "content": "Be brief."}, {"role": "system", "content": "And\nkind."}, *HELLO],
+    ),
 ]
 
 
@@ -240,8 +247,14 @@ def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
             assert isinstance(thought, ThinkingBlock)
             assert isinstance(text, TextBlock)
             assert (thought.thinking, text.text) == ("340 + 51", "391")
+            num_thought = 2 + len(thinker.text_ids("340 + 51"))
+            assert message.usage.output_tokens_details is not None
+            assert message.usage.output_tokens_details.thinking_tokens == num_thought
             events = parse_events("/v1/messages", (await http.post("/v1/messages", json=body | {"stream": True})).text)
             assert texts_of(events) == {0: "340 + 51", 1: "391"}
+            assert events[0]["message"]["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+            usage = {"output_tokens": message.usage.output_tokens, "output_tokens_details": {"thinking_tokens": num_thought}}
+            assert events[-2]["usage"] == usage
             reply = {"role": "assistant", "content": [block.to_dict() for block in message.content]}
             assert (await http.post("/v1/messages", json=body | {"messages": [question, reply, question]})).is_success
             chat = [question, {"role": "assistant", "content": "391", "reasoning_content": "340 + 51"}, question]
@@ -250,8 +263,34 @@ def test_thoughts_are_blocks_that_can_be_sent_back() -> None:
             assert ours == chats
             assert THINK in ours
             for kind, status in (("enabled", 200), ("disabled", 400)):
-                answer = await http.post("/v1/messages", json=body | {"thinking": {"type": kind}})
-                assert answer.status_code == status
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    given = {key: body[key] for key in body if path == "/v1/messages" or key != "max_tokens"}
+                    answer = await http.post(path, json=given | {"thinking": {"type": kind}})
+                    assert answer.status_code == status, path
+                    assert status == 200 or "thinking: this model has no setting" in answer.text
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("effort", [None, "high"])
+def test_thoughts_are_disabled_where_the_model_has_a_setting_for_it(tmp_path: Path, effort: str | None) -> None:
+    """By default this model thinks."""
+    thinking_tekken(tmp_path, "v15", ("high", "none"))
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    model = ServedModel("thinker", tokenizer, 512, 16, tokenizer.vocab_size)
+    source = ScriptedSource(tokenizer.encode("391")[1:])
+    app = http_app_for(source, model, chat=load_chat_template(tmp_path, tokenizer)).app()
+    disabled = {"thinking": {"type": "disabled"}, "output_config": {"effort": effort}}
+
+    async def scenario() -> None:
+        async with client_for(app) as http:
+            for more in ({}, disabled):
+                assert (await http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5} | more)).is_success
+            assert (await http.post("/v1/chat/completions", json={"messages": HELLO, "reasoning_effort": "none"})).is_success
+            default, ours, chats = (specs[0].prompt_ids for specs in source.requested)
+            assert default != ours == chats
+            counted = await http.post("/v1/messages/count_tokens", json={"messages": HELLO} | disabled)
+            assert counted.json() == {"input_tokens": len(ours)}
 
     asyncio.run(scenario())
 
@@ -278,6 +317,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"container": "a"}, "container"),
     ({"n": 2}, "n"),
+    ({"seed": 1}, "seed: this API has none"),
+    ({"store": True}, "store: this server stores no answers"),
+    ({"speed": "fast"}, "speed"),
+    ({"context_management": {"edits": []}}, "context_management"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"stop_sequences": "a"}, "stop_sequences"),
+    ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
+    ({"messages": [{"role": "assistant", "content": [USE | {"caller": {"type": "code_execution_20260120"}}]}]}, "caller"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}]}, "messages[0].content[0]"),
 ]
 
 
@@ -291,6 +339,38 @@ def test_what_is_refused_is_named(server: ListeningServer, client: Anthropic, ch
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert name in error["error"]["message"], error
     assert server.source.requested == []
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    *({"metadata": {"user_id": "a"}}, {"service_tier": "auto"}, {"service_tier": "standard_only"}, {"inference_geo": "eu"}),
+    *(
+        {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {"diagnostics": {"previous_message_id": None}},
+        {"speed": "standard"},
+    ),
+    *({"user_profile_id": "a"}, {"thinking": {"type": "adaptive"}}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    *({"thinking": {"type": "disabled"}}, {"container": None}, {"store": False}, {"mcp_servers": []}),
+    *({"tool_choice": {"type": "auto"}}, {"tools": [], "tool_choice": {"type": "auto"}}, {"output_config": {}}),
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!", "cache_control": {"type": "ephemeral"}}]}]},
+]
+
+
+@pytest.mark.parametrize("more", ACCEPTED)
+def test_what_cannot_change_an_answer_is_accepted(server: ListeningServer, more: dict[str, Any]) -> None:
+    for body in ({}, more):
+        response = _post(server, {"messages": HELLO, "max_tokens": 5} | body)
+        assert response.status_code == 200, response.text
+    assert server.prompts[0] == server.prompts[1]
+    plain, same = (specs[0].sampling for specs in server.source.requested)
+    assert replace(same, seed=plain.seed) == plain
+
+
+def test_calls_and_tools_may_say_who_called(server: ListeningServer) -> None:
+    result = {"type": "tool_result", "tool_use_id": USE["id"], "content": "b"}
+    for use, tool in ((USE, WEATHER), (USE | {"caller": {"type": "direct"}}, WEATHER | {"allowed_callers": ["direct"]})):
+        turns = [*HELLO, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        assert _post(server, {"messages": turns, "max_tokens": 5, "tools": [tool]}).status_code == 200
+    assert server.prompts[0] == server.prompts[1]
 
 
 FAILURES: list[tuple[TramontaneError, type[anthropic.APIStatusError], str]] = [

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -273,6 +274,7 @@ def test_thoughts_are_items_that_can_be_sent_back() -> None:
 # Errors
 
 
+CALL = {"type": "function_call", "call_id": "abcdefghi", "name": "weather", "arguments": "{}"}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": "a" * 60_000}, "input"),
@@ -295,6 +297,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"n": 2}, "n"),
     ({"messages": []}, "messages"),
+    ({"seed": 1}, "seed"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+    ({"input": [CALL | {"namespace": "a"}]}, "input[0].namespace"),
+    ({"input": [CALL | {"caller": {"type": "program", "caller_id": "a"}}]}, "input[0].caller"),
 ]
 
 
@@ -304,6 +316,46 @@ def test_what_is_refused_is_named(server: ListeningServer, client: OpenAI, chang
         client.post("/responses", body={"model": "tiny", "input": "a"} | change, cast_to=object)
     assert refused.value.param == param, str(refused.value)
     assert server.source.requested == []
+
+
+def test_the_conversation_of_a_chat_is_named_as_such(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses", body={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}, cast_to=object)
+    assert refused.value.param == "messages"
+    assert "a conversation is input here; /v1/chat/completions and /v1/messages take messages" in str(refused.value)
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    *({name: "a"} for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")),
+    *({"service_tier": tier} for tier in ("auto", "default", "flex", "scale", "priority", "fast")),
+    *({"store": False}, {"background": False}, {"truncation": "disabled"}, {"max_tool_calls": 3}, {"previous_response_id": None}),
+    *({"tool_choice": "auto"}, {"tools": [], "tool_choice": "auto"}, {"text": {"verbosity": "medium"}}, {"messages": None}),
+    *({"reasoning": {"summary": "auto", "context": "auto", "mode": "standard"}}, {"include": ["reasoning.encrypted_content"]}),
+    *({"prompt_cache_options": {"mode": "explicit"}}, {"stream_options": {"include_obfuscation": False}}),
+    {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}]}
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("more", ACCEPTED)
+def test_what_cannot_change_an_answer_is_accepted(server: ListeningServer, client: OpenAI, more: dict[str, Any]) -> None:
+    for body in ({}, more):
+        client.post("/responses", body={"model": "tiny", "input": "a"} | body, cast_to=object)
+    assert server.prompts[0] == server.prompts[1]
+    plain, same = (specs[0].sampling for specs in server.source.requested)
+    assert replace(same, seed=plain.seed) == plain
+
+
+def test_items_of_calls_may_say_who_called(server: ListeningServer, client: OpenAI) -> None:
+    question, result = {"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "abcdefghi", "output": "b"}
+    more = {"caller": {"type": "direct"}, "namespace": None}
+    for extra, name in (({}, {}), (more, {"name": "weather"})):
+        items: Any = [question, CALL | extra, result | extra | name]
+        client.responses.create(model="tiny", input=items, tools=[WEATHER])
+    assert server.prompts[0] == server.prompts[1]
 
 
 def test_other_errors(server: ListeningServer, client: OpenAI) -> None:

@@ -195,7 +195,7 @@ def test_numbers_of_events_are_below_what_another_ingress_begins_with(pieces: li
         ('{"a": 1e999}', None),
         ('{"a": "\\ud800"}', None),
         (f'{{"a": {"9" * 5000}}}', None),
-        ('{"a":' * MAX_INPUT_DEPTH + "1" + "}" * MAX_INPUT_DEPTH, None),
+        ('{"a":' * (MAX_INPUT_DEPTH + 1) + "1" + "}" * (MAX_INPUT_DEPTH + 1), None),
         ('{"a":' * 100_000, None),
         ('{"a":' * 5000 + "1" + "}" * 5000, None),
     ],

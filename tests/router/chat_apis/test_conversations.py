@@ -20,7 +20,7 @@ def test_items_of_an_answer_are_one_message() -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     said = {"type": "message", "role": "assistant", "content": "a"}
     items = [{"role": "user", "content": "q"}, thought, said, CALL, CALL, RESULT, RESULT, thought, said, thought, CALL]
-    conversation = parse_responses(json.dumps({"input": items}).encode()).conversation
+    conversation = parse_responses(json.dumps({"input": items}).encode())
     messages = [message.message() for message in conversation.request.messages]
     assert [(each.role, each.content, each.thoughts, len(each.tool_calls)) for each in messages] == [
         ("user", "q", "", 0),
@@ -100,7 +100,7 @@ def test_an_error_names_the_place_of_the_client() -> None:
     conversation = parse_responses(
         json.dumps({"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}).encode()
     )
-    renamed = conversation.conversation.renamed(ParameterError("look at messages[2], not messages[9]", "messages"))
+    renamed = conversation.renamed(ParameterError("look at messages[2], not messages[9]", "messages"))
     assert (str(renamed), renamed.parameter) == ("look at input[1], not messages[9]", "input")
-    named = conversation.conversation.renamed(ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters"))
+    named = conversation.renamed(ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters"))
     assert (str(named), named.parameter) == ("tools[1].parameters: no", "tools[1].parameters")

@@ -1,8 +1,9 @@
 """Whatever a client sends, the answer is in our words and names the place: pydantic's are about classes and validators."""
 
-import copy
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from tramontane.proto.errors import ParameterError
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.batch.input_lines import InputLine, parse_line
 from tramontane.router.batch.schema import BatchRequest
+from tramontane.router.chat_apis.messages_request import CountTokensRequest, MessagesRequest
+from tramontane.router.chat_apis.responses_request import ResponsesRequest
+from tramontane.router.client.messages import PARAMETERS
+from tramontane.router.fim.fim_request import FimRequest
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest, parse_body
 from tramontane.router.openai.errors import describe_json_error, describe_value, fields_at
@@ -21,6 +26,7 @@ SAMPLING: dict[str, Any] = {
     **{"random_seed": 1, "stop_token_ids": [1], "include_stop_str_in_output": True, "skip_special_tokens": True},
     **{"spaces_between_special_tokens": True, "detokenize": True, "safety_identifier": "a", "prompt_cache_key": "a"},
     **{"prompt_cache_retention": "a", "metadata": {"a": "b"}, "service_tier": "auto", "request_id": "a"},
+    "prompt_cache_options": {"mode": "explicit"},
     **{"guided_json": {"type": "object"}, "guided_regex": "a", "guided_choice": ["a"], "guided_json_object": True},
     "guided_decoding_backend": "a",
     "structured_outputs": {
@@ -44,6 +50,38 @@ MESSAGES = [
     {"role": "assistant", "content": "a", "reasoning_content": "a", "reasoning": "a", "tool_calls": [CALL]},
     {"role": "tool", "content": "a", "tool_call_id": "1", "name": "f"},
 ]
+NEUTRAL = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), "a")
+ITEMS = [
+    {"role": "developer", "type": "message", "id": "a", "status": "completed", "phase": "commentary", "content": "a"},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+    {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "a", "name": "f"},
+]
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": False, **CACHED}
+TURNS = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": [{"type": "text", "text": "a", "citations": [], **CACHED}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "a", "signature": ""},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}, **CACHED},
+        ],
+    },
+    {"role": "user", "content": [RESULT]},
+]
+DEFINITION = {
+    **{"type": "custom", "name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True},
+    **{"eager_input_streaming": True, **CACHED},
+}
+COUNTED: dict[str, Any] = {
+    **{"model": "m", "messages": TURNS, "system": "a", "tools": [DEFINITION], "user_profile_id": "a", **CACHED},
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+}
 # Every field of every model, with a value that is allowed.
 REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: SAMPLING
@@ -60,6 +98,20 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
         **{"add_special_tokens": True, "add_generation_prompt": True},
     },
     DetokenizeRequest: {"model": "m", "tokens": [1]},
+    FimRequest: SAMPLING | {"prompt": "a", "suffix": "b", "max_tokens": 5},
+    ResponsesRequest: NEUTRAL
+    | {"model": "m", "input": ITEMS, "instructions": "a", "max_output_tokens": 5, "temperature": 1.0, "top_p": 1.0}
+    | {"parallel_tool_calls": True, "include": ["message.output_text.logprobs"], "top_logprobs": 1, "stream": True}
+    | {"tools": [{"type": "function", **FUNCTION, "output_schema": {"type": "object"}}]}
+    | {"tool_choice": {"type": "function", "name": "f"}, "metadata": {"a": "b"}, "prompt_cache_options": {"mode": "explicit"}}
+    | {"reasoning": {"effort": "low", "summary": "auto", "generate_summary": "auto"}, "service_tier": "auto", "max_tool_calls": 1}
+    | {
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "description": "d", "strict": True}}
+    },
+    CountTokensRequest: COUNTED,
+    MessagesRequest: COUNTED
+    | {"max_tokens": 5, "stop_sequences": ["a"], "temperature": 1.0, "top_p": 1.0, "top_k": 1, "stream": True}
+    | {"metadata": {"user_id": "a"}, "service_tier": "auto", "inference_geo": "a", "diagnostics": {"previous_message_id": "a"}},
     BatchRequest: {
         **{"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"},
         **{"metadata": {"a": "b"}, "keeps_order": True},
@@ -73,7 +125,7 @@ WRONG = [
 EXPECTED_TYPES = {
     *("int_type", "float_type", "bool_type", "string_type", "tuple_type", "dict_type", "model_type", "finite_number"),
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_long", "string_too_long", "too_short"),
-    "string_too_short",
+    *("string_too_short", "list_type"),
     *("missing", "extra_forbidden", "literal_error", "union_tag_invalid", "union_tag_not_found", "value_error"),
     "string_pattern_mismatch",
 }
@@ -89,7 +141,7 @@ def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 def _with(whole: Any, path: tuple[str | int, ...], value: Any) -> Any:  # noqa: ANN401
     if not path:
         return value
-    changed = copy.deepcopy(whole)
+    changed = json.loads(json.dumps(whole))  # in which no object is in two places
     owner = changed
     for key in path[:-1]:
         owner = owner[key]
@@ -176,6 +228,29 @@ def test_nothing_that_pydantic_says_reaches_a_client() -> None:
         (CompletionRequest, {"user": {"a": 1}}, "user is an object; it must be a text"),
         (DetokenizeRequest, {"tokens": [1, -1]}, "tokens[1] is -1; it must be at least 0"),
         (BatchRequest, {"metadata": {"a": 1}}, "metadata.a is 1; it must be a text"),
+        (ResponsesRequest, {"input": [*ITEMS, {"role": "bot", "content": "a"}]}, "input[5].role is 'bot'; it must be 'user', "),
+        (
+            ResponsesRequest,
+            {"input": [*ITEMS, {"type": "web_search_call"}]},
+            "input[5]: items of the type 'web_search_call' are ",
+        ),
+        (ResponsesRequest, {"input": [*ITEMS, {"type": "message", "role": "user"}]}, "input[5].content is missing"),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].role is 'tool'; it must be one of 'user'",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0]: blocks of the type 'tool_use' are not supported here, only text and tool_result",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text is missing",
+        ),
+        (MessagesRequest, {"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_it_must_be(kind: type[BaseModel], changes: dict[str, Any], message: str) -> None:
@@ -183,6 +258,26 @@ def test_a_wrong_value_is_named_with_what_it_must_be(kind: type[BaseModel], chan
         parse_body(kind, json.dumps(REQUESTS[kind] | changes).encode())
     assert str(refused.value).startswith(message)
     assert refused.value.parameter == message.split(" ")[0].rstrip(":")
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = {
+    **dict.fromkeys((ChatRequest, CompletionRequest, FimRequest), "http-api.md"),
+    **dict.fromkeys((ResponsesRequest, MessagesRequest, CountTokensRequest), "chat-apis.md"),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_every_parameter_is_in_the_documentation(kind: type[BaseModel]) -> None:
+    page = (DOCS / PAGES[kind]).read_text("utf-8")
+    assert [name for name in kind.model_fields if not re.search(rf"`{name}\b", page)] == []
+
+
+def test_every_parameter_that_grpc_lacks_is_named_as_such() -> None:
+    page, http = ((DOCS / name).read_text("utf-8") for name in ("grpc.md", "http-api.md"))
+    table = http.partition("## Fields of other servers\n")[2].partition("\n## ")[0]
+    lacking = CompletionRequest.model_fields.keys() - PARAMETERS - {"prompt", "stream", "return_token_ids"}
+    assert [name for name in sorted(lacking) if not re.search(rf"`{name}\b", page + table)] == []
 
 
 CLIENTS_OWN = {
@@ -194,6 +289,9 @@ CLIENTS_OWN = {
     "json",
     "chat_template_kwargs",
     "content",
+    "input_schema",
+    "output_schema",
+    "prompt_cache_options",
 }  # objects without fields of ours; content has other words
 
 
