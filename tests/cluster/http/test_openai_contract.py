@@ -284,7 +284,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"safe_prompt": True}, "safe_prompt"),
     ({"store": True}, "store"),
-    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"stop_token_ids": [TOKENIZER.vocab_size]}, "stop_token_ids"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": {"not": {}}}, "guided_json"),

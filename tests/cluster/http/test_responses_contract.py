@@ -156,6 +156,34 @@ def test_tools_in_a_stream(server: ListeningServer, client: OpenAI) -> None:
     added = next(event for event in events if event.type == "response.output_item.added")
     assert isinstance(added.item, ResponseFunctionToolCall)
     assert (added.item.call_id, added.item.id) == (first.call_id, first.id)
+    items = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert items == [item.id for item in last.response.output]
+    assert len(set(items)) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_an_answer_that_is_cut_off_only_the_last_item_is_incomplete(
+    server: ListeningServer, client: OpenAI, stream: bool
+) -> None:
+    server.calls("Well, ", CALLED)
+    body: Any = {"model": "tiny", "input": "Hello!", "tools": [WEATHER], "max_output_tokens": len(server.source.token_ids) - 4}
+    if stream:
+        *_, last = client.responses.create(**body, stream=True)
+        assert last.type == "response.incomplete"
+        response = last.response
+    else:
+        response = client.responses.create(**body)
+    assert [(item.type, item.to_dict()["status"]) for item in response.output] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+
+
+def test_calls_at_the_same_time_are_a_setting(server: ListeningServer, client: OpenAI) -> None:
+    for parallel in (True, False):
+        client.responses.create(model="tiny", input="a", tools=[WEATHER], parallel_tool_calls=parallel)
+    several, one = (specs[0].sampling.grammar for specs in server.source.requested)
+    assert several != one
 
 
 @pytest.mark.parametrize(
@@ -199,6 +227,13 @@ def test_logprobs(server: ListeningServer, client: OpenAI, stream: bool) -> None
     assert [token.logprob for token in reported] == [-0.5] * 3
     assert [[top.logprob for top in token.top_logprobs] for token in reported] == [[-0.5, -1.5]] * 3
     assert server.source.requested[0][0].sampling.logprobs == 2
+
+
+def test_the_log_probability_of_a_last_token_without_text_is_streamed_too(server: ListeningServer, client: OpenAI) -> None:
+    server.says(*ids_of(SAID), 2)
+    events = client.responses.create(model="tiny", input="Hello!", include=[LOGPROBS], top_logprobs=1, stream=True)
+    reported = [token for event in events if event.type == "response.output_text.delta" for token in event.logprobs]
+    assert len(reported) == len(server.source.token_ids)
 
 
 CONVERSATIONS: list[tuple[Any, str | None, list[Any]]] = [
@@ -298,6 +333,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"messages": []}, "messages"),
     ({"seed": 1}, "seed"),
+    ({"metadata": {str(number): "a" for number in range(17)}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ({"metadata": {"a" * 65: "b"}}, "metadata"),
+    ({"include": ["message.output_text.logprobs"] * 9}, "include"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),

@@ -174,6 +174,24 @@ def test_the_last_event_has_the_whole_answer_whatever_way_tokens_arrive(
     asyncio.run(scenario())
 
 
+def test_what_an_answer_repeats_of_its_request_counts_for_the_events_that_have_it() -> None:
+    """The first ones, and the last one; so that a large one is written in another thread."""
+    function = {"type": "function", "name": "f", "description": "d" * 100_000}
+    body = {"input": "Hello!", "tools": [function], "tool_choice": "none", "stream": True}
+
+    async def scenario() -> None:
+        conversation = parse_responses(json.dumps(body).encode())
+        answer = await ResponsesAnswers.prepare(MODEL, FORMAT, conversation, 0.0, STATE())
+        sizes: list[int] = []
+        async for changes in answer.stream(BatchedSource(ANSWERS["text"], [])):
+            sizes.append(answer.change_bytes)
+            answer.opening()
+            answer.events(changes)
+        assert [size > 100_000 for size in sizes] == [True, *[False] * (len(sizes) - 2), True]
+
+    asyncio.run(scenario())
+
+
 @given(PIECES, st.lists(st.integers(1, 4), max_size=12))
 def test_numbers_of_events_are_below_what_another_ingress_begins_with(pieces: list[Piece], sizes: list[int]) -> None:
     """Every piece is of one token. Blocks of an ingress that continues are those of the same pieces."""

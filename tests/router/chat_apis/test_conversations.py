@@ -48,6 +48,14 @@ def test_texts_and_results_of_a_user_keep_their_order() -> None:
     assert conversation.places == ("messages[0]", *("messages[1]",) * 3)
 
 
+def test_a_result_may_have_the_name_of_its_function_and_no_content() -> None:
+    [call, named] = parse_responses(json.dumps({"input": [CALL, RESULT | {"name": "f"}]}).encode()).request.messages
+    assert (call.message().name, named.message().name) == ("", "f")
+    turns = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]
+    conversation = parse_messages(json.dumps({"messages": turns, "max_tokens": 1}).encode())
+    assert conversation.request.messages[1].message().content == ""
+
+
 def _deep(depth: int) -> Any:  # noqa: ANN401
     return {"a": _deep(depth - 1)} if depth else 1
 
@@ -100,7 +108,7 @@ def test_an_error_names_the_place_of_the_client() -> None:
     conversation = parse_responses(
         json.dumps({"input": [{"role": "user", "content": "q"}, RESULT], "instructions": "b"}).encode()
     )
-    renamed = conversation.renamed(ParameterError("look at messages[2], not messages[9]", "messages"))
-    assert (str(renamed), renamed.parameter) == ("look at input[1], not messages[9]", "input")
+    renamed = conversation.renamed(ParameterError("look at messages[2], not messages[3]", "messages"))
+    assert (str(renamed), renamed.parameter) == ("look at input[1], not messages[3]", "input")
     named = conversation.renamed(ParameterError("tools[1].function.parameters: no", "tools[1].function.parameters"))
     assert (str(named), named.parameter) == ("tools[1].parameters: no", "tools[1].parameters")
