@@ -1,17 +1,26 @@
-"""Reader and writer of ``config.json``, as transformers 4 and 5 write it."""
+"""Reader of ``config.json``, as transformers 4 and 5 write it."""
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, check_num_layers
 
 MIXTRAL = "MixtralForCausalLM"
+# Models with latent attention, and what their gates make of logits.
+LATENT = {"Mistral4ForCausalLM": GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 WRAPPER = "Mistral3ForConditionalGeneration"  # a text model with an encoder of images, which is not used
-SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", WRAPPER)
-WRAPPED_MODELS = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}  # by the text model's type
+SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", *LATENT, WRAPPER)
+WRAPPED_MODELS = {  # by the text model's type
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 # Of the wrapper, besides the text model's own.
 TIED = "tie_word_embeddings"
 WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", "eos_token_id")
@@ -41,84 +50,31 @@ def checkpoint_errors(source: str) -> Iterator[None]:
         raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
 
 
-def to_hf_config(args: ModelArgs) -> dict[str, Any]:
-    """Return the configuration of ``args`` as transformers 5 writes it."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if (scaling := args.rope_scaling) is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.attention_factor,
-            "llama_4_scaling_beta": scaling.llama4_beta,
-        }
-    config: dict[str, Any] = {
-        "architectures": [_architecture(args)],
-        "model_type": _architecture(args).removesuffix("ForCausalLM").lower(),
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "head_dim": args.head_dim,
-        "intermediate_size": args.hidden_dim,
-        "hidden_act": "silu",
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "rms_norm_eps": args.norm_eps,
-        "vocab_size": args.vocab_size,
-        "rope_parameters": rope,
-        "max_position_embeddings": args.max_seq_len,
-        "sliding_window": max((w for w in args.windows if w), default=None),
-        "tie_word_embeddings": args.tied_embeddings,
-        "dtype": args.dtype,
-        "bos_token_id": 1,
-        "eos_token_id": list(args.eos_token_ids) or None,
-    }
-    if args.moe:
-        config |= {"num_local_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
-    if args.quantization:
-        config["quantization_config"] = {
-            "quant_method": args.quantization.value,
-            "activation_scheme": "dynamic",
-            "weight_block_size": None,
-            "modules_to_not_convert": ["lm_head"],
-        }
-    if len(args.window_classes) > 1:
-        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in args.windows]
-    return config
-
-
-def _architecture(args: ModelArgs) -> str:
-    """Return the class of transformers that runs this geometry."""
-    if args.moe:
-        return MIXTRAL
-    if args.rope_scaling:
-        return "Ministral3ForCausalLM"
-    return "MistralForCausalLM" if len(args.window_classes) == 1 else "MinistralForCausalLM"
-
-
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
-    heads, scaling = config["num_attention_heads"], _rope_scaling(config, source)
+    heads, latent = config["num_attention_heads"], _latent(config) if architecture in LATENT else None
+    scaling = _rope_scaling(config, latent, source)
+    head_dim = config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
     return ModelArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
-        head_dim=config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"],
+        head_dim=latent.cached_dim if latent else head_dim,
         hidden_dim=config["intermediate_size"],
         n_heads=heads,
-        n_kv_heads=config["num_key_value_heads"],
+        n_kv_heads=1 if latent else config["num_key_value_heads"],
         norm_eps=float(config["rms_norm_eps"]),
         vocab_size=config["vocab_size"],
         rope_theta=float(_rope_parameters(config).get("rope_theta") or config["rope_theta"]),
         max_seq_len=config["max_position_embeddings"],
         windows=_windows(config, source),
-        moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
+        moe=_moe(config, architecture),
         tied_embeddings=parse_bool(config, "tie_word_embeddings"),
         dtype=parse_dtype(config, source),
         eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
+        latent=latent,
         quantization=parse_quantization(config.get("quantization_config"), source),
     )
 
@@ -183,14 +139,42 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
+def _latent(config: Mapping[str, Any]) -> LatentArgs:
+    """Return the widths of latent attention. Raises ValueError if its rotated rows are not stored as pairs."""
+    if not config.get("rope_interleave", True):
+        raise ValueError("rope_interleave is false, and only true is supported")
+    return LatentArgs(**{field.name: config[field.name] for field in fields(LatentArgs)})
+
+
+def _moe(config: Mapping[str, Any], architecture: str) -> MoeArgs | None:
+    if architecture == MIXTRAL:
+        return MoeArgs(config["num_local_experts"], config["num_experts_per_tok"])
+    if architecture not in LATENT:
+        return None
+    return MoeArgs(
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        expert_dim=config["moe_intermediate_size"],
+        n_shared_experts=config["n_shared_experts"],
+        first_k_dense_replace=config["first_k_dense_replace"],
+        scores=LATENT[architecture],
+        n_group=config["n_group"],
+        topk_group=config["topk_group"],
+        norm_topk_prob=parse_bool(config, "norm_topk_prob"),
+        routed_scaling_factor=float(config["routed_scaling_factor"]),
+    )
+
+
+def _rope_scaling(config: Mapping[str, Any], latent: LatentArgs | None, source: str) -> YarnScaling | None:
     rope = _rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "yarn":
         raise CheckpointError(f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'")
-    if rope.get("truncate") is False or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    # Of latent attention the rotated share of a head is known from its widths.
+    rotated_shares = {1.0, latent.qk_rope_head_dim / latent.qk_head_dim} if latent else {1.0}
+    if rope.get("truncate") is False or rope.get("partial_rotary_factor", 1.0) not in rotated_shares:
         raise CheckpointError(f"{source}: yarn with truncate = false or a partial_rotary_factor is not supported")
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in rope]:
         raise CheckpointError(f"{source}: rotary scaling of type 'yarn' lacks {', '.join(missing)}")
@@ -202,6 +186,7 @@ def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(rope, factor),
         llama4_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
+        score_factor=yarn_attention_factor(factor, float(rope.get("mscale_all_dim") or 0.0)) ** 2 if latent else 1.0,
     )
 
 
@@ -222,8 +207,11 @@ def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
 
 def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
     check_num_layers(config["num_hidden_layers"])
+    n_layers: int = config["num_hidden_layers"]
+    if _architecture_of(config) in LATENT:
+        return (None,) * n_layers
     by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
-    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["sliding_attention"] * n_layers
     if config.get("layer_types") and "sliding_attention" in kinds and config["sliding_window"] is None:
         raise CheckpointError(f"{source} has layers of type 'sliding_attention' but no sliding_window")
     if unknown := set(kinds) - set(by_kind):

@@ -1,6 +1,7 @@
-"""Reader and writer of ``params.json``, which Mistral publishes next to ``consolidated.safetensors``."""
+"""Reader of ``params.json``, which Mistral publishes next to ``consolidated.safetensors``."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError
@@ -12,7 +13,8 @@ from tramontane.proto.hf_config import (
     unsupported_quantization,
     yarn_attention_factor,
 )
-from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.model_args import ModelArgs, Quantization, check_num_layers
 from tramontane.proto.presets import PRESETS
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
@@ -21,10 +23,12 @@ THETA_WITH_WINDOW, THETA_WITHOUT_WINDOW = 10_000.0, 1_000_000.0
 DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in this layout
 # Keys that change the arithmetic in a way that is not implemented. An empty value changes nothing.
 UNSUPPORTED_KEYS = (
-    *("lora", "q_lora_rank", "qk_nope_head_dim", "use_biases"),
+    *("lora", "use_biases"),
     *("rope_scaling", "use_scaled_rope", "attention_sinks", "causal_conv", "mamba"),
 )
-UNSUPPORTED_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
+# Of models with latent attention.
+LATENT_KEYS = tuple(field.name for field in fields(LatentArgs))
+LATENT_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
 
 
 def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
@@ -32,42 +36,6 @@ def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") 
     with checkpoint_errors(source):
         _check_supported(params, source)
         return _translate(params, source)
-
-
-def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
-    """Return the ``params.json`` of ``args``."""
-    params: dict[str, Any] = {
-        "dim": args.dim,
-        "n_layers": args.n_layers,
-        "head_dim": args.head_dim,
-        "hidden_dim": args.hidden_dim,
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.n_kv_heads,
-        "norm_eps": args.norm_eps,
-        "vocab_size": args.vocab_size,
-        "rope_theta": args.rope_theta,
-        "max_seq_len": args.max_seq_len,
-        "tied_embeddings": args.tied_embeddings,
-        "dtype": args.dtype,
-    }
-    if any(args.windows):
-        params["sliding_window"] = args.windows[0] if len(args.window_classes) == 1 else list(args.windows)
-    if args.moe:
-        params["moe"] = {"num_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
-    if args.quantization:
-        params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "NO_SCALES"}
-    if (scaling := args.rope_scaling) is not None:
-        params["yarn"] = {
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-            "beta": scaling.beta_fast,
-            "alpha": scaling.beta_slow,
-            "apply_scale": scaling.attention_factor != 1.0,
-        }
-        if scaling.llama4_beta:
-            original = scaling.original_max_seq_len
-            params["llama_4_scaling"] = {"original_max_position_embeddings": original, "beta": scaling.llama4_beta}
-    return params
 
 
 def _check_supported(params: Mapping[str, Any], source: str) -> None:
@@ -78,7 +46,10 @@ def _check_supported(params: Mapping[str, Any], source: str) -> None:
         raise CheckpointError(f"{source}: activation {activation!r} is not supported, only silu")
     moe = params.get("moe") or {}
     used = [key for key in UNSUPPORTED_KEYS if params.get(key)]
-    used += [f"moe.{key}" for key in UNSUPPORTED_MOE_KEYS if moe.get(key)]
+    if not _has_latent_attention(params):
+        used += [key for key in LATENT_KEYS if params.get(key)] + [f"moe.{key}" for key in LATENT_MOE_KEYS if moe.get(key)]
+    if (every := moe.get("route_every_n", 1)) != 1:
+        used.append(f"moe.route_every_n = {every}")
     used += ["multimodal.whisper_model_args"] * bool((params.get("multimodal") or {}).get("whisper_model_args"))  # of sound
     if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is set, and that is not supported")
@@ -87,27 +58,49 @@ def _check_supported(params: Mapping[str, Any], source: str) -> None:
         raise CheckpointError(f"{source}: llama_4_scaling is not that of the yarn block, and that is not supported")
 
 
+def _has_latent_attention(params: Mapping[str, Any]) -> bool:
+    return bool(params.get("kv_lora_rank"))
+
+
 def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
     windows = _windows(params)
-    moe = params.get("moe")
+    widths: dict[str, Any] = {key: params.get(key) for key in LATENT_KEYS}
+    latent = LatentArgs(**widths) if _has_latent_attention(params) else None
     return ModelArgs(
         dim=params["dim"],
         n_layers=params["n_layers"],
-        head_dim=params["head_dim"],
+        head_dim=latent.cached_dim if latent else params["head_dim"],
         hidden_dim=params["hidden_dim"],
         n_heads=params["n_heads"],
-        n_kv_heads=params["n_kv_heads"],
+        n_kv_heads=1 if latent else params["n_kv_heads"],
         norm_eps=float(params["norm_eps"]),
         vocab_size=params["vocab_size"],
         rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)),
         max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _preset_context_len(params),
         windows=windows,
-        moe=MoeArgs(moe["num_experts"], moe["num_experts_per_tok"]) if moe else None,
+        moe=_moe(params["moe"], latent is not None) if params.get("moe") else None,
         tied_embeddings=parse_bool(params, "tied_embeddings"),
         dtype=parse_dtype(params, source),
         eos_token_ids=(EOS_TOKEN_ID,),
         rope_scaling=_rope_scaling(params),
+        latent=latent,
         quantization=_quantization(params, source),
+    )
+
+
+def _moe(moe: Mapping[str, Any], has_latent_attention: bool) -> MoeArgs:
+    if not has_latent_attention:
+        return MoeArgs(moe["num_experts"], moe["num_experts_per_tok"])
+    return MoeArgs(
+        moe["num_experts"],
+        moe["num_experts_per_tok"],
+        expert_dim=moe["expert_hidden_dim"],
+        n_shared_experts=moe.get("num_shared_experts", 0),
+        first_k_dense_replace=moe.get("first_k_dense_replace", 0),
+        scores=GateScores.SOFTMAX,
+        n_group=moe.get("num_expert_groups", 1),
+        topk_group=moe.get("num_expert_groups_per_tok", 1),
+        routed_scaling_factor=float(moe.get("routed_scale", 1.0)),
     )
 
 

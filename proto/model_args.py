@@ -1,13 +1,12 @@
 """Geometry of one model, independent of the layout of its checkpoint. Field names are those of Mistral's ``params.json``."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 
 from tramontane.proto.errors import InvalidModelConfigError
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling, check_positive, check_sizes
 
-MAX_DIM, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # a larger number can only come from a damaged file
+MAX_LAYERS = 1024  # a larger number can only come from a damaged file
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,43 +44,11 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeArgs:
-    """Mixture of experts: each token uses ``num_experts_per_tok`` of ``num_experts``."""
-
-    num_experts: int
-    num_experts_per_tok: int
-
-    def __post_init__(self) -> None:
-        _check_sizes({"num_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_tok}, MAX_EXPERTS)
-        if self.num_experts_per_tok > self.num_experts:
-            raise InvalidModelConfigError(
-                f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3)."""
-
-    factor: float  # how many times longer the context is than ``original_max_seq_len``
-    original_max_seq_len: int  # the context of pretraining
-    beta_fast: float = 32.0  # pairs of elements that rotate more often than this within it keep their frequency
-    beta_slow: float = 1.0  # pairs that rotate less often are slowed down by ``factor``; between the two is a linear ramp
-    attention_factor: float = 1.0  # multiplies keys and queries
-    # Queries past the original context are multiplied by 1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)).
-    llama4_beta: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_sizes({"original_max_seq_len": self.original_max_seq_len})
-        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
-            _check_positive(name, getattr(self, name))
-        if not (math.isfinite(self.llama4_beta) and self.llama4_beta >= 0):
-            raise InvalidModelConfigError(f"the model's llama4_beta is {self.llama4_beta}; it must not be negative")
-
-
-@dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Geometry of one model. Raises InvalidModelConfigError if the numbers describe no model."""
+    """Geometry of one model. Raises InvalidModelConfigError if the numbers describe no model.
+
+    ``n_kv_heads`` and ``head_dim`` are those of the cache. Latent attention has one head there, of ``LatentArgs.cached_dim``.
+    """
 
     dim: int
     n_layers: int
@@ -99,41 +66,72 @@ class ModelArgs:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     rope_scaling: YarnScaling | None = None
+    latent: LatentArgs | None = None
     # Of the checkpoint's matrices in layers, with one scale for each; the embeddings and the head have ``dtype``.
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         check_num_layers(self.n_layers)
         names = ("dim", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        _check_sizes({name: getattr(self, name) for name in names})
+        check_sizes({name: getattr(self, name) for name in names})
         if self.n_heads % self.n_kv_heads:
             raise InvalidModelConfigError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
-        if self.head_dim % 2:
+        if self.latent and (self.n_kv_heads, self.head_dim) != (1, self.latent.cached_dim):
+            raise InvalidModelConfigError(f"the cache of latent attention has one head of {self.latent.cached_dim} numbers")
+        if self.latent is None and self.head_dim % 2:
             raise InvalidModelConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         for name in ("norm_eps", "rope_theta"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if len(self.windows) != self.n_layers:
             raise InvalidModelConfigError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
-        _check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
+        check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
         if outside := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
             raise InvalidModelConfigError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a query and key that are rotated."""
+        return self.latent.qk_rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def moe_layers(self) -> range:
+        """Layers that have experts."""
+        return range(min(self.moe.first_k_dense_replace, self.n_layers), self.n_layers) if self.moe else range(0)
+
+    @property
+    def expert_dim(self) -> int:
+        """Feed-forward width of an expert."""
+        return (self.moe.expert_dim if self.moe else 0) or self.hidden_dim
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model; those of a tied head are counted once."""
-        return self._count_parameters(self.moe.num_experts if self.moe else 1)
+        return self._count_parameters(self.moe.num_experts if self.moe else 0)
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that compute a token: without the experts that it does not choose."""
-        return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 1)
+        return self._count_parameters(self.moe.num_experts_per_tok if self.moe else 0)
 
     def _count_parameters(self, num_experts: int) -> int:
-        """Count with so many experts per layer. Mixtral 8x7B: 46.7 billion with 8, and 12.9 with 2."""
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        gate = self.dim * self.moe.num_experts if self.moe else 0
-        layer = attention + gate + 3 * self.dim * self.hidden_dim * num_experts + 2 * self.dim
-        return self.n_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim + self.dim
+        """Count with so many experts per layer that has some. Mixtral 8x7B: 46.7 billion with 8, and 12.9 with 2."""
+        layers = self.n_layers * (self._attention_parameters() + 2 * self.dim)
+        layers += (self.n_layers - len(self.moe_layers)) * 3 * self.dim * self.hidden_dim
+        if self.moe:
+            experts = 3 * self.dim * self.expert_dim * (num_experts + self.moe.n_shared_experts)
+            biases = self.moe.num_experts if self.moe.scores is GateScores.SIGMOID else 0
+            layers += len(self.moe_layers) * (experts + self.dim * self.moe.num_experts + biases)
+        return layers + (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim + self.dim
+
+    def _attention_parameters(self) -> int:
+        if self.latent is None:
+            return 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        latent, q_width = self.latent, self.n_heads * self.latent.qk_head_dim
+        rank = latent.q_lora_rank
+        queries = self.dim * q_width if rank is None else self.dim * rank + rank + rank * q_width
+        keys = self.dim * latent.cached_dim + latent.kv_lora_rank
+        heads = self.n_heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank
+        return queries + keys + heads + self.dim * self.n_heads * latent.v_head_dim
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:
@@ -143,17 +141,4 @@ class ModelArgs:
 
 def check_num_layers(n_layers: object) -> None:
     """Raise InvalidModelConfigError for an impossible number of layers, before anything is built once per layer."""
-    _check_sizes({"n_layers": n_layers}, MAX_LAYERS)
-
-
-def _check_sizes(sizes: Mapping[str, object], max_size: int = MAX_DIM) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise InvalidModelConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
-        if value > max_size:
-            raise InvalidModelConfigError(f"the model's {name} is {value}; it must be at most {max_size}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidModelConfigError(f"the model's {name} is {value}; it must be a positive number")
+    check_sizes({"n_layers": n_layers}, MAX_LAYERS)

@@ -9,7 +9,6 @@ from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
 from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
-from tramontane.proto.latent_geometry import LATENT_MODELS, describe_missing
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.presets import PRESETS
@@ -105,12 +104,10 @@ def resolve_model_args(model: Path) -> ModelArgs:
     """Return the geometry of a folder, of which only the configuration is read, or of a preset. Raises CheckpointError."""
     if is_preset(model):
         return PRESETS[str(model)]
-    if str(model) in LATENT_MODELS and not model.exists():
-        raise CheckpointError(describe_missing(str(model)))
     if not model.exists() and len(model.parts) == 1:
         raise CheckpointError(
             f"{model} is neither a folder nor a published geometry"
-            f"{did_you_mean(str(model).lower(), (*PRESETS, *LATENT_MODELS))}; there are {', '.join(PRESETS)}"
+            f"{did_you_mean(str(model).lower(), PRESETS)}; there are {', '.join(PRESETS)}"
         )
     return read_model_args(model)
 

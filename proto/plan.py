@@ -55,8 +55,8 @@ def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
 
 
 def kv_bytes_per_position(args: ModelArgs, dtype: str) -> int:
-    """Return the bytes of one position's key and value in one layer."""
-    return 2 * args.n_kv_heads * args.head_dim * DTYPE_BYTES[dtype]
+    """Return the bytes of one position's key and value in one layer; with latent attention they are the same numbers."""
+    return (1 if args.latent else 2) * args.n_kv_heads * args.head_dim * DTYPE_BYTES[dtype]
 
 
 # ---- experts outside the stages

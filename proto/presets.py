@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
-from tramontane.proto.latent_geometry import LATENT_MODELS, describe_missing
-from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, YarnScaling
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.model_args import ModelArgs, Quantization
 
 _7B_V1 = ModelArgs(
     dim=4096,
@@ -58,6 +58,32 @@ _MINISTRAL_3 = replace(
 _YARN_64 = YarnScaling(factor=64.0, original_max_seq_len=4096, beta_fast=4.0)
 _123B_YARN = replace(_123B, vocab_size=131_072, max_seq_len=262_144, rope_scaling=_YARN_64, quantization=Quantization.FP8)
 
+_LATENT_GATE = MoeArgs(
+    num_experts=128,
+    num_experts_per_tok=4,
+    expert_dim=2048,
+    n_shared_experts=1,
+    scores=GateScores.SOFTMAX,
+)
+_SMALL_4 = ModelArgs(
+    dim=4096,
+    n_layers=36,
+    head_dim=320,
+    hidden_dim=12_288,
+    n_heads=32,
+    n_kv_heads=1,
+    norm_eps=1e-6,
+    vocab_size=131_072,
+    rope_theta=10_000.0,
+    max_seq_len=1_048_576,
+    windows=_FULL * 36,
+    moe=_LATENT_GATE,
+    eos_token_ids=(2,),
+    rope_scaling=YarnScaling(factor=128.0, original_max_seq_len=8192, llama4_beta=0.1),
+    latent=LatentArgs(q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128),
+    quantization=Quantization.FP8,
+)
+
 # Language models. Those since Mistral Small 3.1 are published with an encoder of images, which is not counted here.
 PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
     {
@@ -106,16 +132,28 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
         "mistral-medium-3.5-128b": replace(
             _123B_YARN, rope_scaling=replace(_YARN_64, attention_factor=0.1 * math.log(_YARN_64.factor) + 1)
         ),
+        "mistral-small-4-119b": _SMALL_4,
+        "mistral-large-3-675b": replace(
+            _SMALL_4,
+            dim=7168,
+            n_layers=61,
+            head_dim=576,
+            hidden_dim=16_384,
+            n_heads=128,
+            max_seq_len=294_912,
+            windows=_FULL * 61,
+            moe=replace(_LATENT_GATE, expert_dim=4096, first_k_dense_replace=3),
+            rope_scaling=YarnScaling(factor=36.0, original_max_seq_len=8192, llama4_beta=0.1),
+            latent=LatentArgs(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        ),
     }
 )
 
 
 def preset(name: str) -> ModelArgs:
     """Return the geometry of that name. Raises ConfigError, with the known names, if there is none, or it cannot be served."""
-    if name in LATENT_MODELS:
-        raise ConfigError(describe_missing(name))
     if name not in PRESETS:
-        likely = did_you_mean(name.lower(), (*PRESETS, *LATENT_MODELS))
+        likely = did_you_mean(name.lower(), PRESETS)
         raise ConfigError(f"{name!r} is no published geometry{likely}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
@@ -127,6 +165,7 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
     """
     n_layers = args.n_layers // 8
     windows = (None if window is None else window // 256 for window in args.windows[:n_layers])
+    latent = args.latent and LatentArgs(**{key: width and width // 8 for key, width in asdict(args.latent).items()})
     return replace(
         args,
         dim=args.dim // 64,
@@ -134,8 +173,10 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
         head_dim=args.head_dim // 8,
         hidden_dim=args.hidden_dim // 64,
         n_heads=args.n_heads // 8,
-        n_kv_heads=args.n_kv_heads // 8,
+        n_kv_heads=max(args.n_kv_heads // 8, 1),
         vocab_size=args.vocab_size // 32,
         max_seq_len=args.max_seq_len // 64,
         windows=tuple(windows),
+        moe=args.moe and replace(args.moe, expert_dim=args.moe.expert_dim // 64),
+        latent=latent,
     )

@@ -28,10 +28,10 @@ from tiny_models import tiny_plan
 from tramontane.client import Client
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.errors import AuthenticationError, ConnectionLostError
-from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.config_writer import to_hf_config
 
 pytestmark = [
     pytest.mark.ray,

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import ExpertId
 
-ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
+ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer; an empty row of a layer without experts
 Parsed = TypeVar("Parsed")
 KEY = "tokens_per_expert"
 MAX_TOKENS = 2**53  # of one expert: larger integers are not exact in JSON
@@ -35,8 +35,8 @@ class MeasuredLoad:
     def from_data(cls, data: Any) -> Self:  # noqa: ANN401 - whatever came as JSON
         """Read the answer of ``GET /experts``. Raises ValueError, TypeError or LookupError for anything else."""
         tokens, num_pipelines = parse_load(data), data["pipelines"]
-        lengths = {len(row) for row in tokens}
-        if len(lengths) != 1 or 0 in lengths or type(num_pipelines) is not int:
+        lengths = {len(row) for row in tokens if row}  # the first layers of a model may have no experts
+        if len(lengths) != 1 or type(num_pipelines) is not int:
             raise ValueError("no load of experts")
         return cls(tokens, num_pipelines)
 

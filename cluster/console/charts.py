@@ -47,7 +47,7 @@ def heat_map(load: ExpertLoad, width: int) -> Text:
 
 def _block(load: ExpertLoad, experts: range) -> Text:
     head = Text("layer".ljust(LABEL) + "".join(f"{expert:>{CELL - 1}} " for expert in experts), style="bold")
-    return Text("\n").join([head, *(_row(layer, tokens, experts) for layer, tokens in enumerate(load))])
+    return Text("\n").join([head, *(_row(layer, tokens, experts) for layer, tokens in enumerate(load) if tokens)])
 
 
 def _row(layer: int, tokens: tuple[int, ...], experts: range) -> Text:

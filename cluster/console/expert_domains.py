@@ -50,6 +50,8 @@ def count_choices(name: str, pieces: Iterable[Choices], num_experts: Sequence[in
     num_tokens = num_pairs = 0
     for piece in pieces:
         for layer, counts in enumerate(tokens):
+            if not counts:  # a layer without experts
+                continue
             chosen = piece[str(layer)][1:]
             for expert_ids in chosen:
                 for expert_id in expert_ids:
@@ -103,7 +105,7 @@ def fetch_choices(
     size = piece_size(_max_model_len(client))
     pieces = {name: split_text(text, size) for name, text in texts.items()}
     total, done = sum(map(len, pieces.values())), 0
-    layers = list(range(len(num_experts)))
+    layers = [layer for layer, number in enumerate(num_experts) if number]
 
     def counted(results: Iterator[Choices]) -> Iterator[Choices]:
         nonlocal done
@@ -182,8 +184,8 @@ def draw(domains: Sequence[DomainChoices]) -> "Figure":
     """Draw the share of every expert by text, for the first layer, the one in the middle and the last; a line is uniform."""
     from matplotlib.figure import Figure
 
-    num_layers = len(domains[0].tokens)
-    layers = sorted({0, num_layers // 2, num_layers - 1})
+    with_experts = [layer for layer, tokens in enumerate(domains[0].tokens) if tokens]
+    layers = sorted({with_experts[0], with_experts[len(with_experts) // 2], with_experts[-1]})
     figure = Figure(figsize=(10, 2.5 * len(layers)), layout="constrained")
     width = 0.8 / len(domains)
     for axes, layer in zip(figure.subplots(len(layers), squeeze=False)[:, 0], layers, strict=True):

@@ -49,6 +49,7 @@ def check_layer(config: EngineConfig, layer: int) -> int:
     args = text_model_args(config)
     if args.moe is None:
         raise ConfigError(f"--show-experts {layer}: the model {config.model_name} has no experts")
-    if not 0 <= layer < args.n_layers:
-        raise ConfigError(f"--show-experts {layer}: there is no such layer; the model has layers 0 to {args.n_layers - 1}")
+    if layer not in args.moe_layers:
+        first, last = args.moe_layers.start, args.moe_layers.stop - 1
+        raise ConfigError(f"--show-experts {layer}: that layer has no experts; the model's layers {first} to {last} have some")
     return args.moe.num_experts

@@ -181,10 +181,10 @@ def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:
         raise ConfigError("--expert-actors is for models of several experts per layer; this one has none")
     if request.replicas is not None and request.replicas > len(request.budgets):
         raise ConfigError(f"--expert-replicas is {request.replicas}; it can be at most --expert-actors, {len(request.budgets)}")
-    experts = [ExpertId(layer, expert) for layer in range(args.n_layers) for expert in range(args.moe.num_experts)]
+    experts = [ExpertId(layer, expert) for layer in args.moe_layers for expert in range(args.moe.num_experts)]
     if request.loads is not None and request.loads.keys() != set(experts):
         raise ConfigError(
-            f"--expert-load is of {_shape(request.loads)}, and the model has {args.n_layers} layers with "
+            f"--expert-load is of {_shape(request.loads)}, and the model has {len(args.moe_layers)} layers with "
             f"{args.moe.num_experts} experts each; it must be of the same model"
         )
     return experts

@@ -136,9 +136,9 @@ def layer_costs(args: ModelArgs, experts_inside: bool = True, measured: Sequence
 
 def _active_parameters(args: ModelArgs, layer: int, experts_inside: bool) -> int:
     total = sum(spec.num_elements for spec in layer_tensors(args, layer, with_experts=experts_inside))
-    if args.moe is None or not experts_inside:
+    if args.moe is None or layer not in args.moe_layers or not experts_inside:
         return total
-    expert = 3 * args.dim * args.hidden_dim
+    expert = 3 * args.dim * args.expert_dim
     return total - (args.moe.num_experts - args.moe.num_experts_per_tok) * expert
 
 

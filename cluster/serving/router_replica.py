@@ -155,8 +155,8 @@ class RouterReplica:
             by_layer = {layer: tokens for stage in await self._chain.health() for layer, tokens in stage.expert_load.items()}
         except PipelineError:
             return None, self._name
-        is_complete = len(by_layer) == args.n_layers  # a stage that is loading has none
-        return (tuple(tokens for _, tokens in sorted(by_layer.items())) if is_complete else None), self._name
+        is_complete = by_layer.keys() == set(args.moe_layers)  # a stage that is loading has none
+        return (tuple(by_layer.get(layer, ()) for layer in range(args.n_layers)) if is_complete else None), self._name
 
     async def activity(self, after: Mapping[str, int]) -> tuple[PipelineActivity | None, str]:
         """Return this pipeline's part of ``GET /activity``, None if it is not driven now, and this router's name.

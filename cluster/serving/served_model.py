@@ -32,7 +32,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
         max_model_len=config.max_model_len or args.max_seq_len,
         max_sequences=config.max_num_seqs + config.max_queued_requests,
         vocab_size=args.vocab_size,
-        num_layers=args.n_layers if args.moe else 0,
+        expert_layers=args.moe_layers,
         experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
         aliases=config.model_names[1:],
     )

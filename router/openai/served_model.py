@@ -31,7 +31,7 @@ class ServedModel:
     max_model_len: int
     max_sequences: int  # of one request
     vocab_size: int
-    num_layers: int = 0  # 0 for a model without experts, as is the next
+    expert_layers: range = range(0)  # empty for a model without experts, as is the next
     experts_per_token: int = 0
     aliases: tuple[str, ...] = ()  # by which clients may call it too; answers have ``name``
     counts: RequestStats = field(default_factory=RequestStats, compare=False)
@@ -139,11 +139,13 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
         )
     if model.tokenizer is None and request.stop:
         raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-    if request.return_experts and not model.num_layers:
+    if request.return_experts and not model.expert_layers:
         raise ParameterError("return_experts: this model has no experts", "return_experts")
-    if wrong := [layer for layer in request.return_experts if layer >= model.num_layers]:
+    if wrong := [layer for layer in request.return_experts if layer not in model.expert_layers]:
         raise ParameterError(
-            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {model.num_layers - 1}", "return_experts"
+            f"return_experts: layer {wrong[0]} has no experts; this model's layers {model.expert_layers.start} "
+            f"to {model.expert_layers.stop - 1} have some",
+            "return_experts",
         )
     if wrong := [token_id for token_id, _ in request.logit_bias if token_id >= model.vocab_size]:
         raise ParameterError(

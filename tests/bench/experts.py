@@ -38,8 +38,8 @@ from rich.table import Table
 from targets import Target, at_least, conclude
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.hf_config import to_hf_config
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.request import SamplingParams
@@ -52,6 +52,7 @@ from tramontane.workers.links.channel import Address
 from tramontane.workers.links.tcp_channel import TcpChannelFactory
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.config_writer import to_hf_config
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

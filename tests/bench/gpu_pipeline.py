@@ -11,7 +11,7 @@ from pathlib import Path
 from gpu_speed import Figure, Size, Walls
 from gpu_stage import MISTRAL_7B, UnavailableError, release_memory
 
-from tramontane.proto.hf_config import to_hf_config
+from tramontane.workers.weights.config_writer import to_hf_config
 
 BATCH, STAGES, TARGET = 64, 4, 0.8
 BENCH = "from tramontane.cluster.cli.__main__ import main; main()"

@@ -27,7 +27,9 @@ STEP = 128  # tokens of each sequence in one output
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 MAX_CHOICES = 128
 LONG_PROMPT = 32_000  # tokens, which each choice repeats
-LARGE_MODEL = replace(MODEL, max_model_len=2 * MAX_WHOLE_LOGPROBS, max_sequences=MAX_CHOICES, num_layers=4, experts_per_token=2)
+LARGE_MODEL = replace(
+    MODEL, max_model_len=2 * MAX_WHOLE_LOGPROBS, max_sequences=MAX_CHOICES, expert_layers=range(4), experts_per_token=2
+)
 
 
 def requests(share: float = 1.0) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -21,9 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tramontane.proto.mistral_params import to_mistral_params
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.model.rotary import interleave_rows
+from tramontane.workers.weights.config_writer import to_mistral_params
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 SIZES = {

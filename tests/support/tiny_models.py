@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.hf_config import to_hf_config
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
@@ -20,6 +20,7 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.config_writer import to_hf_config
 from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 

@@ -79,7 +79,9 @@ class CachedAttention:
         k_SGd, v_SGd = k_TGd, v_TGd
         if len(index.cached_rows):
             k_CGd, v_CGd = cached.read(index.cached_rows)
-            k_SGd, v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order], torch.cat((v_CGd, v_TGd))[index.key_order]
+            k_SGd = v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
+            if not cached.values_are_keys:
+                v_SGd = torch.cat((v_CGd, v_TGd))[index.key_order]
         out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_masks[self.cache.class_of[layer]])
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd

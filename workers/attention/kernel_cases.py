@@ -117,7 +117,7 @@ def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | 
         random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
         prefill_index,
         random(num_tokens, args.n_heads, args.head_dim),
-        LayerCache(random(*rows), random(*rows)),
+        LayerCache(random(*rows), random(*rows)),  # with latent attention, too: kernels do not see that they are one
         build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
     )
 

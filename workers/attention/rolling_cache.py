@@ -127,28 +127,42 @@ class SequenceTable:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer: the rows of all pages of its window class, one page after the other."""
+    """Keys and values of one layer: the rows of all pages of its window class, one page after the other.
+
+    With latent attention both are the same tensor.
+    """
 
     k_NGd: Tensor
     v_NGd: Tensor
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> "LayerCache":
+    def zeros(
+        cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, values_are_keys: bool = False
+    ) -> "LayerCache":
         """Allocate a cache of zeros, [N, G, d]. On a CPU rows take memory from when they are first written."""
-        if device.type == "cpu":
-            return cls(_untouched_zeros(shape, dtype), _untouched_zeros(shape, dtype))
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+        def allocate() -> Tensor:
+            return _untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+        keys_NGd = allocate()
+        return cls(keys_NGd, keys_NGd if values_are_keys else allocate())
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether both are one tensor."""
+        return self.v_NGd is self.k_NGd
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, of any shape. F.embedding copies each row in one piece, which indexing does not."""
-        k, v = (F.embedding(rows, all_NGd.flatten(1)) for all_NGd in (self.k_NGd, self.v_NGd))
         shape = (*rows.shape, *self.k_NGd.shape[1:])
-        return k.view(shape), v.view(shape)
+        keys = F.embedding(rows, self.k_NGd.flatten(1)).view(shape)
+        return keys, keys if self.values_are_keys else F.embedding(rows, self.v_NGd.flatten(1)).view(shape)
 
     def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         """Overwrite rows [T] with keys and values."""
         self.k_NGd.index_copy_(0, rows, k_TGd)
-        self.v_NGd.index_copy_(0, rows, v_TGd)
+        if not self.values_are_keys:
+            self.v_NGd.index_copy_(0, rows, v_TGd)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -165,7 +179,8 @@ class RollingCache:
         self.layers: dict[int, LayerCache] = {}
         for layer, window_class in self.class_of.items():
             num_rows = (plan.cache.classes[window_class].num_pages + has_scratch) * plan.cache.page_size
-            self.layers[layer] = LayerCache.zeros((num_rows, plan.args.n_kv_heads, plan.args.head_dim), dtype, device)
+            shape = (num_rows, plan.args.n_kv_heads, plan.args.head_dim)
+            self.layers[layer] = LayerCache.zeros(shape, dtype, device, values_are_keys=plan.args.latent is not None)
 
 
 # ---- page tables: input of kernels that read pages in place

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tramontane.workers.experts.remote_experts import PendingExpertCall, RemoteExperts
-from tramontane.workers.model.layers import Attend
+from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.rotary import RotaryTables
 from tramontane.workers.model.transformer import OnChoices, StageModel
 
@@ -35,12 +35,18 @@ def forward_with_remote_experts(
     added_TD: Tensor | None = None
     for layer in model.global_layers:
         hidden_TD, x_TD = model.block(layer)(hidden_TD, added_TD, rotary, attend)
+        if model.block(layer).gate is None:
+            added_TD = model.feed_forward(layer, x_TD)
+            continue
         groups, weights_Tk = model.choose_experts(layer, x_TD, on_choices)
         call = experts.dispatch(layer, groups.permute(x_TD), groups)
+        shared_TD = model.run_shared_experts(layer, x_TD)  # while the actors compute
         yield call
         while not call.poll():
             yield call
         on_usage(call)
         added_TD = groups.combine(call.result(), weights_Tk)
+        if shared_TD is not None:
+            added_TD = added_TD + shared_TD
     assert added_TD is not None
     return hidden_TD + added_TD

@@ -137,11 +137,11 @@ def _self_test(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: to
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    num_rotated, num_heads = args.n_heads + args.n_kv_heads, args.n_heads + 2 * args.n_kv_heads
+    num_rotated, num_heads, rotary_dim = args.n_heads + args.n_kv_heads, args.n_heads + 2 * args.n_kv_heads, args.rotary_dim
     weight_D = nn.Parameter(random(args.dim))  # made as weights are: outside of inference mode
     with torch.inference_mode():
         for num_tokens in TEST_NUM_TOKENS:
-            heads_THd, angles_Td = random(num_tokens, num_heads, args.head_dim), random(num_tokens, args.head_dim)
+            heads_THd, angles_Td = random(num_tokens, num_heads, rotary_dim), random(num_tokens, rotary_dim)
             gate_up_T2F, h_TD, more_TD = (random(num_tokens, width) for width in (2 * args.hidden_dim, args.dim, args.dim))
             _compare(fused.apply_rotary, EAGER.apply_rotary, heads_THd[:, :num_rotated], angles_Td, -angles_Td)
             _compare(fused.silu_and_mul, EAGER.silu_and_mul, gate_up_T2F)

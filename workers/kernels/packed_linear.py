@@ -124,13 +124,15 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, dtype: torch.dtype, matrix_dtype: torch.dtype) -> dict[str, PackedMatmul]:
     """Replace the linear layers of a model by packed ones, whose weights are loaded later, or log once why they stay.
 
-    ``matrix_dtype``: of weights that are not quantized.
+    ``matrix_dtype``: of weights that are not quantized. Those that a module names in ``not_packed`` stay as they are.
 
     Returns, by name, the weights that have to be packed while they are loaded.
     """
     packed: dict[str, PackedMatmul] = {}
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, (Linear, QuantizedLinear)):
+        parent, _, own_name = name.rpartition(".")
+        is_packed = own_name not in getattr(model.get_submodule(parent), "not_packed", ())
+        if is_packed and isinstance(layer, (Linear, QuantizedLinear)):
             if isinstance(layer, QuantizedLinear):
                 matmul = packed_matmul(dtype, layer.weight.dtype, layer.int8_activations)
             else:

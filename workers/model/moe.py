@@ -86,6 +86,11 @@ def run_experts(experts: Sequence[FeedForward], sizes: Sequence[int], rows_CD: T
     return torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
 
 
+def layers_with_experts(args: ModelArgs, layers: range) -> range:
+    """Return those of consecutive layers that have experts: the first ones of a model may have none."""
+    return range(max(layers.start, args.moe_layers.start), min(layers.stop, args.moe_layers.stop))
+
+
 class ExpertSet(nn.Module):
     """Some experts of some layers, by their global numbers."""
 
@@ -93,7 +98,7 @@ class ExpertSet(nn.Module):
         super().__init__()
         by_layer: dict[str, nn.ModuleDict] = {}
         for layer, expert in expert_ids:
-            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args)
+            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args.dim, args.expert_dim)
         self.layers = nn.ModuleDict(by_layer)
 
     def expert(self, expert_id: ExpertId) -> FeedForward:
@@ -110,7 +115,8 @@ class LocalExperts(ExpertSet):
 
     def __init__(self, args: ModelArgs, layers: range) -> None:
         num_experts = args.moe.num_experts if args.moe else 0
-        super().__init__(args, (ExpertId(layer, expert) for layer in layers for expert in range(num_experts)))
+        own = layers_with_experts(args, layers)
+        super().__init__(args, (ExpertId(layer, expert) for layer in own for expert in range(num_experts)))
         self._stacks: dict[int, StackedExperts] = {}
 
     def finalize_weights(self, products: RowProducts | None = None) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, YarnScaling
+from tramontane.proto.layer_args import YarnScaling
+from tramontane.proto.model_args import ModelArgs
 
 BLOCK_POSITIONS = 1024  # whose tables are computed at a time
 
@@ -99,11 +100,11 @@ class RotaryCache:
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:
     """Return radians per position of each of the d/2 pairs, float32: theta^(-2i/d), lower for a scaled model."""
-    pairs = torch.arange(0, args.head_dim, 2, dtype=torch.float32)
-    frequencies = 1.0 / args.rope_theta ** (pairs / args.head_dim)
+    pairs = torch.arange(0, args.rotary_dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / args.rope_theta ** (pairs / args.rotary_dim)
     if args.rope_scaling is None:
         return frequencies
-    kept = _yarn_ramp(args.rope_scaling, args.head_dim, args.rope_theta)
+    kept = _yarn_ramp(args.rope_scaling, args.rotary_dim, args.rope_theta)
     return frequencies * kept + frequencies / args.rope_scaling.factor * (1 - kept)
 
 
@@ -124,16 +125,23 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     return 1 - ramp.clamp(0, 1)
 
 
-def deinterleave_rows(stored_RD: Tensor, num_heads: int) -> Tensor:
-    """Reorder rows of W_q or W_k from rotary pairs side by side, as Mistral stores them, to halves, as they are used.
+def deinterleave_rows(stored_RD: Tensor, num_heads: int, plain_rows: int = 0) -> Tensor:
+    """Reorder rows of heads from rotary pairs side by side, as they are stored, to halves, as they are used.
 
-    A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3.
+    A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3. The first ``plain_rows`` of each head
+    are not rotated and come before the rotated ones of all heads: of two heads with one plain row and a pair each, p0 0 1 and
+    p1 2 3, the rows become p0 p1 | 0 1 | 2 3.
     """
-    rows, width = stored_RD.shape
-    return stored_RD.view(num_heads, rows // num_heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+    width = stored_RD.shape[1]
+    stored_HRD = stored_RD.view(num_heads, -1, width)
+    plain, rotated = stored_HRD[:, :plain_rows], stored_HRD[:, plain_rows:]
+    halves = rotated.reshape(num_heads, -1, 2, width).transpose(1, 2)
+    return torch.cat((plain.reshape(-1, width), halves.reshape(-1, width)))
 
 
-def interleave_rows(used_RD: Tensor, num_heads: int) -> Tensor:
-    """Reorder rows from halves to pairs: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
-    rows, width = used_RD.shape
-    return used_RD.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)
+def interleave_rows(used_RD: Tensor, num_heads: int, plain_rows: int = 0) -> Tensor:
+    """Reorder rows from halves to pairs, the inverse of ``deinterleave_rows``: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
+    width = used_RD.shape[1]
+    plain = used_RD[: num_heads * plain_rows].view(num_heads, -1, width)
+    pairs = used_RD[num_heads * plain_rows :].view(num_heads, 2, -1, width).transpose(1, 2)
+    return torch.cat((plain, pairs.reshape(num_heads, -1, width)), dim=1).reshape(-1, width)

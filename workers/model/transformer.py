@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products
-from tramontane.workers.model.layers import Attend, TransformerBlock
-from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts
+from tramontane.workers.model.grouped_query_attention import Attend
+from tramontane.workers.model.latent_attention import LatentAttention
+from tramontane.workers.model.layers import TransformerBlock
+from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts, layers_with_experts
 from tramontane.workers.model.rotary import RotaryTables
 
 OnChoices = Callable[[int, Tensor], None]  # (layer, expert_ids_Tk), called when a layer's gate has chosen
@@ -41,7 +43,7 @@ class StageModel(nn.Module):
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts = LocalExperts(args, layers) if experts_inside else None
-        self._expert_tokens = ExpertTokenCounter(layers, args.moe.num_experts if args.moe else 0)
+        self._expert_tokens = ExpertTokenCounter(layers_with_experts(args, layers), args.moe.num_experts if args.moe else 0)
         self.norm = nn.RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
@@ -49,6 +51,9 @@ class StageModel(nn.Module):
         """Prepare for the first step on this device, after the weights are in place. ``products`` replace those of layers."""
         self._expert_tokens.to_device(device)
         set_row_products(self, products)
+        for layer in self.global_layers:
+            if isinstance(attention := self.block(layer).attention, LatentAttention):
+                attention.finalize_weights(products)
         if self.experts is not None:
             self.experts.finalize_weights(products)
 
@@ -88,7 +93,15 @@ class StageModel(nn.Module):
         assert self.experts is not None
         groups, weights_Tk = self.choose_experts(layer, x_TD, on_choices, is_padding_T)
         mixed_TD = groups.combine(self.experts(layer, groups.permute(x_TD), groups), weights_Tk)
-        return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)
+        if is_padding_T is not None:
+            mixed_TD = mixed_TD.masked_fill(is_padding_T[:, None], 0)
+        shared_TD = self.run_shared_experts(layer, x_TD)
+        return mixed_TD if shared_TD is None else mixed_TD + shared_TD
+
+    def run_shared_experts(self, layer: int, x_TD: Tensor) -> Tensor | None:
+        """Return what the experts that compute every token add, [T, D]; None if the layer has none."""
+        shared = self.block(layer).shared_experts
+        return None if shared is None else shared(x_TD)
 
     def choose_experts(
         self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None

@@ -79,9 +79,10 @@ class _LayerCheck:
     rotary_tables: MakeRotaryTables
 
     def find_in_layers(self) -> str:
-        """Try one layer for each window: all others have the same shapes."""
-        first_of_window = {self.plan.args.windows[layer]: layer for layer in reversed(self.plan.layers)}
-        for layer in sorted(first_of_window.values()):
+        """Try one layer of each kind: all others have the same shapes."""
+        args = self.plan.args
+        first_of_kind = {(args.windows[layer], layer in args.moe_layers): layer for layer in reversed(self.plan.layers)}
+        for layer in sorted(first_of_kind.values()):
             whole = self._run_layer(layer, WHOLE, is_first_of_stage=True)
             if not all(map(torch.equal, whole, self._run_layer(layer, PIECES, is_first_of_stage=False))):
                 return f"layer {layer} gives the tokens of a prompt other bits one by one, or in smaller chunks"
@@ -107,8 +108,10 @@ class _LayerCheck:
             h_TD = torch.cat([inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens] for chunk in batch.chunks])
             added = (h_TD + h_TD, None) if is_first_of_stage else (h_TD, h_TD)
             outs = self.model.block(layer)(*added, self.rotary_tables(metadata.positions), attend)
-            if self.model.experts is None:
+            if self.model.experts is None and self.model.block(layer).gate is not None:
                 outs = (*outs, self.model.choose_experts(layer, outs[1])[1])
+                if (shared_TD := self.model.run_shared_experts(layer, outs[1])) is not None:
+                    outs = (*outs, shared_TD)
             else:
                 outs = (*outs, self.model.feed_forward(layer, outs[1]))
             pieces = zip(*(torch.split(out, [chunk.num_tokens for chunk in batch.chunks]) for out in outs), strict=True)

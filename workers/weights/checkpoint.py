@@ -5,7 +5,7 @@ Only safetensors files are opened. ``Checkpoint.check`` reads headers only and d
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
@@ -15,7 +15,7 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
 from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, have_same_bytes, open_safetensors, read_scales
-from tramontane.workers.weights.tensor_names import NAMES, is_unused, is_vision, unwrapped_name
+from tramontane.workers.weights.tensor_names import NAMES, is_unused, is_vision, stack_scale_name, unwrapped_name
 from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
@@ -74,18 +74,20 @@ class Checkpoint:
         """
         dtypes: set[str] = set()
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
+        located = [self._locate(spec) for spec in specs]
         by_file: dict[Path, list[TensorSpec]] = {}
-        for spec in specs:
-            stored, path = self._locate(spec)
-            by_file.setdefault(path, []).append(stored)
+        for spec, path in located:
+            by_file.setdefault(path, []).append(spec)
         for path, specs_of_file in by_file.items():
             with open_safetensors(path, framework="numpy") as file:
                 for spec in specs_of_file:
                     dtype = _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
                     if len(spec.shape) > 1 and not spec.scale:
                         dtypes.add(dtype)
-        self._read_scales(specs)
-        unknown = self._stored_names.keys() - {spec.name for spec in specs} - {spec.scale for spec in specs}
+        self._read_scales(spec for spec, _ in located)
+        known = {spec.name for spec in specs} | {spec.scale for spec in specs}
+        known |= {name for spec in specs if spec.stack for name in (spec.stack.name, stack_scale_name(spec.stack.name))}
+        unknown = self._stored_names.keys() - known
         for name in sorted(unknown):
             if not is_unused(name, self.layout) and not (args.tied_embeddings and name == NAMES[self.layout].head):
                 stored_name = self._stored_names[name]
@@ -124,9 +126,12 @@ class Checkpoint:
         return state
 
     def _locate(self, spec: TensorSpec) -> tuple[TensorSpec, Path]:
-        """Return the tensor with its name in the files, and its file."""
-        name = self._stored_name(spec.name)
-        return replace(spec, name=name), self.files[name]
+        """Return the tensor with its name in the files, and its file. It has a stack only if it is stored in one."""
+        stack = None if spec.name in self._stored_names or spec.stack is None else spec.stack
+        if stack and stack.name not in self._stored_names:
+            stack = None
+        name = self._stored_name(stack.name if stack else spec.name)
+        return replace(spec, name=name, stack=stack), self.files[name]
 
     def _stored_name(self, name: str) -> str:
         if name not in self._stored_names:
@@ -134,13 +139,26 @@ class Checkpoint:
         return self._stored_names[name]
 
     def _read_scales(self, specs: Iterable[TensorSpec]) -> dict[str, float]:
-        """Return the numbers by which quantized tensors are multiplied, by ``scale``. Raises CheckpointError."""
-        names = {spec.scale: self._stored_name(spec.scale) for spec in specs if spec.scale}
-        by_file: dict[Path, list[str]] = {}
-        for name in names.values():
-            by_file.setdefault(self.files[name], []).append(name)
-        numbers = {name: number for path, own in by_file.items() for name, number in read_scales(path, own).items()}
-        return {scale: numbers[name] for scale, name in names.items()}
+        """Return the numbers by which quantized tensors, as ``_locate`` returns them, are multiplied, by ``scale``.
+
+        Raises CheckpointError.
+        """
+        wanted = [spec for spec in specs if spec.scale]
+        names = {s.scale: self._stored_name(stack_scale_name(s.stack.name) if s.stack else s.scale) for s in wanted}
+        counts = {names[spec.scale]: spec.stack.shape[0] if spec.stack else 1 for spec in wanted}
+        by_file: dict[Path, dict[str, int]] = {}
+        for name, count in counts.items():
+            by_file.setdefault(self.files[name], {})[name] = count
+        numbers = {name: scales for path, own in by_file.items() for name, scales in read_scales(path, own).items()}
+        return {spec.scale: _scale_of(spec, numbers[names[spec.scale]]) for spec in wanted}
+
+
+def _scale_of(spec: TensorSpec, scales: Sequence[float]) -> float:
+    """Return a matrix's scale. Of 4 experts' gate and up rows with 8 scales, that of the up rows of expert 3 is number 7."""
+    if spec.stack is None:
+        return scales[0]
+    per_expert = len(scales) // spec.stack.shape[0]
+    return scales[spec.stack.index * per_expert + (per_expert == 2 and spec.stack.first_row > 0)]
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> str:  # noqa: ANN401 - safetensors' slice has no type
@@ -159,8 +177,8 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
             f"tensor {spec.name} in {path} is of type {dtype}, {reason}; supported are {', '.join(STORED_TYPES)}, and FP8 with "
             "one scale for each matrix of a layer, as Mistral publishes it"
         )
-    if shape != spec.shape:
-        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.shape}")
+    if shape != spec.stored_shape:
+        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.stored_shape}")
     return STORED_TYPES.get(dtype, "fp8")
 
 

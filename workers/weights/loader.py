@@ -99,6 +99,6 @@ def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
         return f"activations are {plan.dtype}, not bfloat16"
     if capability[0] not in KERNEL_CAPABILITIES:
         return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
-    if plan.args.dim % KERNEL_STEP or plan.args.hidden_dim % KERNEL_STEP:
-        return f"widths {plan.args.dim} and {plan.args.hidden_dim} are not multiples of {KERNEL_STEP}"
+    if plan.args.dim % KERNEL_STEP or plan.args.expert_dim % KERNEL_STEP:
+        return f"widths {plan.args.dim} and {plan.args.expert_dim} are not multiples of {KERNEL_STEP}"
     return ""

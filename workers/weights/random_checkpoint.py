@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from zlib import crc32
 
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.hf_config import to_hf_config
-from tramontane.proto.mistral_params import to_mistral_params
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
+from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_names import NAMES
 from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
@@ -127,7 +127,7 @@ def _write(
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):
         name = _file_name(layout, number, len(parts))
-        tensors = {key: tensor for spec in specs for key, tensor in _as_stored(spec, args.dtype)}
+        tensors = _as_stored(specs, args.dtype)
         _save(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)
         on_written(sum(spec.stored_bytes(args.dtype) for spec in specs))
@@ -151,12 +151,23 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
     """Yield the tensors of each file in the order of the model, up to ``part_bytes``, but at least one."""
     part: list[TensorSpec] = []
     specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
-    for spec in specs.values():
-        if part and sum(s.stored_bytes(args.dtype) for s in (*part, spec)) > part_bytes:
+    for _, group in groupby(specs.values(), _group):
+        together = list(group)
+        if part and sum(spec.stored_bytes(args.dtype) for spec in (*part, *together)) > part_bytes:
             yield part
             part = []
-        part.append(spec)
+        part += together
     yield part
+
+
+def _group(spec: TensorSpec) -> str:
+    """Return the same name for tensors of one file: the experts of a layer, if they are stored as one tensor."""
+    return spec.stack.name.rpartition(".")[0] if _is_stacked(spec) and spec.stack else spec.name
+
+
+def _is_stacked(spec: TensorSpec) -> bool:
+    """Return whether a matrix is stored with those of the other experts, as transformers has them unless they are quantized."""
+    return spec.stack is not None and not spec.scale
 
 
 def _file_name(layout: Layout, number: int, num_parts: int) -> str:
@@ -165,9 +176,16 @@ def _file_name(layout: Layout, number: int, num_parts: int) -> str:
     return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
 
 
-def _as_stored(spec: TensorSpec, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor by its name, and its scale."""
-    tensor = random_parameter(spec, dtype)
-    yield spec.name, interleave_rows(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
-    if spec.scale:
-        yield spec.scale, torch.tensor(random_scale(spec))
+def _as_stored(specs: Sequence[TensorSpec], dtype: str) -> dict[str, Tensor]:
+    """Return random tensors and their scales by name."""
+    tensors: dict[str, Tensor] = {}
+    for spec in specs:
+        tensor, heads = random_parameter(spec, dtype), spec.interleaved_heads
+        if spec.stack and _is_stacked(spec):
+            stacked = tensors.setdefault(spec.stack.name, torch.empty(spec.stack.shape, dtype=tensor.dtype))
+            stacked[spec.stack.index, spec.stack.first_row :][: len(tensor)] = tensor
+            continue
+        tensors[spec.name] = interleave_rows(tensor, heads, spec.plain_rows) if heads else tensor
+        if spec.scale:
+            tensors[spec.scale] = torch.tensor(random_scale(spec))
+    return tensors

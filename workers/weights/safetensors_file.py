@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,28 +83,31 @@ def have_same_bytes(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
     return True
 
 
-def read_scales(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """Read tensors of one positive number each. Raises CheckpointError for any other tensor."""
+def read_scales(path: Path, num_matrices: Mapping[str, int]) -> dict[str, tuple[float, ...]]:
+    """Read tensors of one positive number for each matrix, by name; two for each of several, which may be two matrices.
+
+    Raises CheckpointError for any other tensor.
+    """
     header = read_header(path)
     scales = {}
     with path.open("rb") as file:
-        for name in names:
-            stored = header[name]
-            if stored.dtype not in STORED_TYPES or math.prod(stored.shape) != 1:
+        for name, count in num_matrices.items():
+            stored, counts = header[name], (1,) if count == 1 else (count, 2 * count)
+            if stored.dtype not in STORED_TYPES or math.prod(stored.shape) not in counts:
                 raise CheckpointError(
                     f"tensor {name} in {path} is of type {stored.dtype} and has shape {stored.shape}; only FP8 weights with one "
                     f"scale for each matrix are supported, which is a single number in {', '.join(STORED_TYPES)}"
                 )
             file.seek(stored.start)
-            scale = scales[name] = _decode(file.read(4), stored.dtype)
-            if not (math.isfinite(scale) and scale > 0):
-                raise CheckpointError(f"tensor {name} in {path} is {scale}; a scale must be a positive number")
+            numbers = scales[name] = _decode(file.read(math.prod(stored.shape) * TYPE_BYTES[stored.dtype]), stored.dtype)
+            for scale in numbers:
+                if not (math.isfinite(scale) and scale > 0):
+                    raise CheckpointError(f"tensor {name} in {path} is {scale}; a scale must be a positive number")
     return scales
 
 
-def _decode(data: bytes, dtype: str) -> float:
-    """Return the first number of ``data``. BF16 is the upper half of F32: 80 3f is 00 00 80 3f, which is 1."""
+def _decode(data: bytes, dtype: str) -> tuple[float, ...]:
+    """Return the numbers of ``data``. BF16 is the upper half of F32: 80 3f is 00 00 80 3f, which is 1."""
     if dtype == "BF16":
-        data, dtype = b"\0\0" + data[:2], "F32"
-    (number,) = struct.unpack_from("<f" if dtype == "F32" else "<e", data)
-    return float(number)
+        data, dtype = b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2)), "F32"
+    return tuple(float(number) for (number,) in struct.iter_unpack("<f" if dtype == "F32" else "<e", data))

@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """Names of tensors in one layout; ``{}`` stands for the layer, and in ``expert`` also for the expert."""
+    """Names of tensors in one layout; ``{}`` stands for the layer, and in those of ``experts`` also for the expert."""
 
     embedding: str
     norm: str
@@ -19,10 +20,15 @@ class CheckpointNames:
     attention: Mapping[str, str]
     feed_forward: Mapping[str, str]
     gate: str
-    expert: str
+    experts: Mapping[str, str]
     scale: str  # of a quantized matrix, instead of "weight"
     activation_scale: str
+    shared_experts: Mapping[str, str] = field(default_factory=dict)
+    gate_bias: str = ""
+    stacked_experts: Mapping[str, str] = field(default_factory=dict)  # tensors of all experts of a layer
 
+
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # by Mistral's names
 
 NAMES = {
     Layout.HUGGING_FACE: CheckpointNames(
@@ -32,11 +38,9 @@ NAMES = {
         attention_norm="model.layers.{}.input_layernorm.weight",
         ffn_norm="model.layers.{}.post_attention_layernorm.weight",
         attention={w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")},
-        feed_forward={
-            w: f"model.layers.{{}}.mlp.{name}_proj.weight" for w, name in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-        },
+        feed_forward={w: f"model.layers.{{}}.mlp.{name}.weight" for w, name in PROJECTIONS.items()},
         gate="model.layers.{}.block_sparse_moe.gate.weight",
-        expert="model.layers.{}.block_sparse_moe.experts.{}",
+        experts={w: f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3")},
         scale="weight_scale_inv",
         activation_scale="activation_scale",
     ),
@@ -49,9 +53,51 @@ NAMES = {
         attention={w: f"layers.{{}}.attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")},
         feed_forward={w: f"layers.{{}}.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")},
         gate="layers.{}.feed_forward.gate.weight",
-        expert="layers.{}.feed_forward.experts.{}",
+        experts={w: f"layers.{{}}.feed_forward.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3")},
         scale="qscale_weight",
         activation_scale="qscale_act",
+    ),
+}
+
+# Of models with latent attention.
+LATENT_NAMES = {
+    Layout.HUGGING_FACE: replace(
+        NAMES[Layout.HUGGING_FACE],
+        attention={
+            w: f"model.layers.{{}}.self_attn.{name}.weight"
+            for w, name in {
+                "wq": "q_proj",
+                "wq_a": "q_a_proj",
+                "q_a_norm": "q_a_layernorm",
+                "wq_b": "q_b_proj",
+                "wkv_a": "kv_a_proj_with_mqa",
+                "kv_a_norm": "kv_a_layernorm",
+                "wkv_b": "kv_b_proj",
+                "wo": "o_proj",
+            }.items()
+        },
+        gate="model.layers.{}.mlp.gate.weight",
+        gate_bias="model.layers.{}.mlp.gate.e_score_correction_bias",
+        experts={w: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight" for w, name in PROJECTIONS.items()},
+        shared_experts={w: f"model.layers.{{}}.mlp.shared_experts.{name}.weight" for w, name in PROJECTIONS.items()},
+        stacked_experts={
+            "w13": "model.layers.{}.mlp.experts.gate_up_proj",
+            "w2": "model.layers.{}.mlp.experts.down_proj",
+        },
+    ),
+    Layout.MISTRAL: replace(
+        NAMES[Layout.MISTRAL],
+        attention={
+            w: f"layers.{{}}.attention.{name}.weight"
+            for w, name in {
+                **{w: w for w in ("wq", "wq_a", "q_a_norm", "wq_b", "kv_a_norm", "wkv_b", "wo")},
+                "wkv_a": "wkv_a_with_mqa",
+            }.items()
+        },
+        gate="layers.{}.gate.weight",
+        gate_bias="layers.{}.gate.bias",
+        experts={w: f"layers.{{}}.experts.{{}}.{w}.weight" for w in PROJECTIONS},
+        shared_experts={w: f"layers.{{}}.shared_experts.{w}.weight" for w in PROJECTIONS},
     ),
 }
 
@@ -66,6 +112,11 @@ VISION_PREFIXES = (
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
+def names_of(args: ModelArgs, layout: Layout) -> CheckpointNames:
+    """Return the names of a model's tensors."""
+    return (LATENT_NAMES if args.latent else NAMES)[layout]
+
+
 def unwrapped_name(name: str) -> str:
     """Return the name in a checkpoint without a wrapper: ``language_model.model.norm.weight`` is ``model.norm.weight``."""
     for wrapped, plain in WRAPPED_NAMES:
@@ -77,6 +128,11 @@ def unwrapped_name(name: str) -> str:
 def scale_name(name: str, layout: Layout) -> str:
     """Return the name of a quantized matrix's scale: ``layers.0.attention.wq.qscale_weight``."""
     return name.removesuffix("weight") + NAMES[layout].scale
+
+
+def stack_scale_name(name: str) -> str:
+    """Return the name of the scales of all experts' matrices: ``model.layers.0.mlp.experts.gate_up_proj_scale_inv``."""
+    return f"{name}_scale_inv"
 
 
 def is_vision(name: str) -> bool:

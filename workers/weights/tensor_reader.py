@@ -50,11 +50,16 @@ def read_mapped_rows(path: Path, spec: TensorSpec) -> Iterator[Tensor]:
     """
     for rows in spec.row_chunks:
         with open_safetensors(path, framework="pt") as file:
-            yield _deinterleave(file.get_slice(spec.name)[rows.start : rows.stop], spec)
+            stored = file.get_slice(spec.name)
+            if spec.stack is None:
+                yield _deinterleave(stored[rows.start : rows.stop], spec)
+            else:
+                first = spec.stack.first_row
+                yield stored[spec.stack.index, first + rows.start : first + rows.stop]
 
 
 def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
-    return deinterleave_rows(stored, spec.interleaved_heads) if spec.interleaved_heads else stored
+    return deinterleave_rows(stored, spec.interleaved_heads, spec.plain_rows) if spec.interleaved_heads else stored
 
 
 # ---- from a file to a GPU
@@ -117,18 +122,23 @@ class PinnedReader:
         if path not in self._tensors:
             self._tensors[path] = read_header(path)
         stored = self._tensors[path].get(spec.name)
-        if stored is None or stored.shape != spec.shape or stored.dtype not in DTYPES:
-            raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {spec.shape} in {', '.join(DTYPES)}")
+        shape = spec.stored_shape
+        if stored is None or stored.shape != shape or stored.dtype not in DTYPES:
+            raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {shape} in {', '.join(DTYPES)}")
         return self._chunks(path, spec, stored)
 
     def _chunks(self, path: Path, spec: TensorSpec, stored: TensorLocation) -> Iterator[Tensor]:
-        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240."""
+        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240.
+
+        Row 7 of matrix 3 of a stack [8, 32, 4096] is row 3 * 32 + 7 = 103.
+        """
         dtype = DTYPES[stored.dtype]
         row_bytes = spec.num_elements // spec.shape[0] * dtype.itemsize
+        first = spec.stack.index * spec.stack.shape[1] + spec.stack.first_row if spec.stack else 0
         try:
             with path.open("rb") as file:
                 for rows in spec.row_chunks:
-                    start = stored.start + rows.start * row_bytes
+                    start = stored.start + (first + rows.start) * row_bytes
                     chunk_B = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
                     yield _deinterleave(chunk_B.view(dtype).view(len(rows), *spec.shape[1:]), spec)
         except EOFError as error:

@@ -4,18 +4,32 @@ Pure arithmetic on the model's geometry, without torch, so that plans and checks
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from tramontane.proto.layer_args import GateScores
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout
-from tramontane.workers.weights.tensor_names import NAMES, scale_name
+from tramontane.workers.weights.tensor_names import NAMES, names_of, scale_name
 
 # Called for every loaded tensor with its bytes in the checkpoint (0 for random weights) and in memory.
 ProgressCallback = Callable[[int, int], None]
 TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # the tensors to load, with the names of a layout
 
 MAX_CHUNK_ELEMENTS = 2**24  # that are read at a time, in addition to what a stage holds
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor with one matrix of every expert, [experts, rows, columns], in which a matrix is stored, and where.
+
+    Of 4 experts with 2 x 16 rows of gate and up, the up rows of expert 3 are rows 16 to 31 of matrix 3.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    index: int
+    first_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +45,15 @@ class TensorSpec:
         shape: shape in the checkpoint.
         interleaved_heads: the rows of so many heads are stored as adjacent rotary pairs and have to be sorted into halves;
             0 if they are in the order of use.
+        plain_rows: rows of each of these heads that come first and are not rotated. Those of all heads are sorted to the front.
         quantizable: whether it is a matrix that hidden states are multiplied by. The gate is not: it is small, and
             rounding would change which experts it chooses.
         first_row: row of the parameter at which the tensor begins.
         parameter_rows: rows of the parameter, 0 if the tensor is all of it.
         scale: name of the number in the checkpoint by which all of the tensor's are multiplied, if it is quantized there.
         is_head: whether it is the output head, which quantized checkpoints leave as it was.
+        stack: where it is if the checkpoint has no tensor ``name``.
+        packed_as: how many matrices of which rows and columns are made of it for packed products, if it is not packed itself.
     """
 
     name: str
@@ -48,11 +65,19 @@ class TensorSpec:
     parameter_rows: int = 0
     scale: str = ""
     is_head: bool = False
+    plain_rows: int = 0
+    stack: Stack | None = None
+    packed_as: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
         return (self.parameter_rows or self.shape[0], *self.shape[1:])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint that has it, of all experts if it is a stack."""
+        return self.stack.shape if self.stack else self.shape
 
     @property
     def rows(self) -> slice:
@@ -106,18 +131,38 @@ class TensorSpec:
         if len(self.shape) == 1 or self.rows.stop != num_rows:
             return 0
         size = 1 if self.quantized_as(weights) else DTYPE_BYTES[self.dtype(weights)]
-        return -num_rows % panel_rows * self.shape[1] * size
+        matrices = self.packed_as or ((1, num_rows, self.shape[1]),)
+        return sum(count * (-rows % panel_rows) * columns for count, rows, columns in matrices) * size
 
 
 def layer_tensors(
     args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True
 ) -> Iterator[TensorSpec]:
     """Yield the attention of one layer, and its feed-forward network or its gate and experts."""
-    names, prefix = NAMES[layout], f"layers.{layer}"
-    q_width, kv_width = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    interleaved = layout is Layout.MISTRAL
+    names, prefix = names_of(args, layout), f"layers.{layer}"
     yield TensorSpec(names.attention_norm.format(layer), f"{prefix}.attention_norm.weight", (args.dim,))
     yield TensorSpec(names.ffn_norm.format(layer), f"{prefix}.ffn_norm.weight", (args.dim,))
+    yield from (_latent_attention if args.latent else _grouped_query_attention)(args, layer, layout)
+    if layer not in args.moe_layers:
+        dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
+        yield from _swiglu(args, layout, dense, f"{prefix}.feed_forward", args.hidden_dim)
+        return
+    assert args.moe is not None
+    gate_shape = (args.moe.num_experts, args.dim)
+    yield TensorSpec(names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape)
+    if args.moe.scores is GateScores.SIGMOID:
+        yield TensorSpec(names.gate_bias.format(layer), f"{prefix}.gate.bias", gate_shape[:1])
+    if args.moe.n_shared_experts:
+        shared = {w: name.format(layer) for w, name in names.shared_experts.items()}
+        yield from _swiglu(args, layout, shared, f"{prefix}.shared_experts", args.moe.n_shared_experts * args.expert_dim)
+    for expert in range(args.moe.num_experts if with_experts else 0):
+        yield from expert_tensors(args, layer, expert, layout)
+
+
+def _grouped_query_attention(args: ModelArgs, layer: int, layout: Layout) -> Iterator[TensorSpec]:
+    names, prefix = names_of(args, layout).attention, f"layers.{layer}.attention"
+    q_width, kv_width = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    interleaved = layout is Layout.MISTRAL
     for w, num_rows, first_row, rotary_heads in (
         ("wq", q_width, 0, args.n_heads),
         ("wk", kv_width, q_width, args.n_kv_heads),
@@ -126,37 +171,65 @@ def layer_tensors(
         yield _matrix(
             args,
             layout,
-            names.attention[w].format(layer),
-            f"{prefix}.attention.wqkv.weight",
+            names[w].format(layer),
+            f"{prefix}.wqkv.weight",
             (num_rows, args.dim),
             interleaved_heads=rotary_heads if interleaved else 0,
             first_row=first_row,
             parameter_rows=q_width + 2 * kv_width,
         )
-    yield _matrix(args, layout, names.attention["wo"].format(layer), f"{prefix}.attention.wo.weight", (args.dim, q_width))
-    if args.moe is None:
-        dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
-        yield from _swiglu(args, layout, dense, f"{prefix}.feed_forward")
-        return
-    gate_shape = (args.moe.num_experts, args.dim)
-    yield TensorSpec(names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape)
-    for expert in range(args.moe.num_experts if with_experts else 0):
-        yield from expert_tensors(args, layer, expert, layout)
+    yield _matrix(args, layout, names["wo"].format(layer), f"{prefix}.wo.weight", (args.dim, q_width))
+
+
+def _latent_attention(args: ModelArgs, layer: int, layout: Layout) -> Iterator[TensorSpec]:
+    """Yield the tensors of latent attention, whose rotary pairs are adjacent in both layouts."""
+    assert args.latent is not None
+    latent, names, prefix = args.latent, names_of(args, layout).attention, f"layers.{layer}.attention"
+    q_width, rank = args.n_heads * latent.qk_head_dim, latent.q_lora_rank
+    rows_a = (rank or q_width) + latent.cached_dim  # of the matrix that multiplies hidden states
+
+    def matrix(w: str, parameter: str, shape: tuple[int, int], plain_rows: int = 0, **where: int) -> TensorSpec:
+        spec = _matrix(args, layout, names[w].format(layer), f"{prefix}.{parameter}.weight", shape, **where)
+        return replace(spec, plain_rows=plain_rows)
+
+    heads = {"interleaved_heads": args.n_heads, "plain_rows": latent.qk_nope_head_dim}
+    if rank is None:
+        yield matrix("wq", "wqkv_a", (q_width, args.dim), parameter_rows=rows_a, **heads)
+    else:
+        yield matrix("wq_a", "wqkv_a", (rank, args.dim), parameter_rows=rows_a)
+        yield TensorSpec(names["q_a_norm"].format(layer), f"{prefix}.q_a_norm.weight", (rank,))
+        yield matrix("wq_b", "wq_b", (q_width, rank), **heads)
+    keys = {"interleaved_heads": 1, "plain_rows": latent.kv_lora_rank}
+    first_row = rows_a - latent.cached_dim
+    yield matrix("wkv_a", "wqkv_a", (latent.cached_dim, args.dim), first_row=first_row, parameter_rows=rows_a, **keys)
+    yield TensorSpec(names["kv_a_norm"].format(layer), f"{prefix}.kv_a_norm.weight", (latent.kv_lora_rank,))
+    rank, nope, value = latent.kv_lora_rank, latent.qk_nope_head_dim, latent.v_head_dim
+    wkv_b = matrix("wkv_b", "wkv_b", (args.n_heads * (nope + value), rank))
+    yield replace(wkv_b, packed_as=((args.n_heads, rank, nope), (args.n_heads, value, rank)))
+    yield matrix("wo", "wo", (args.dim, args.n_heads * latent.v_head_dim))
 
 
 def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
     """Yield the matrices of one expert of one layer."""
-    prefix = NAMES[layout].expert.format(layer, expert)
-    names = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
-    yield from _swiglu(args, layout, names, f"experts.layers.{layer}.{expert}")
+    names = names_of(args, layout)
+    own = {w: name.format(layer, expert) for w, name in names.experts.items()}
+    for spec in _swiglu(args, layout, own, f"experts.layers.{layer}.{expert}", args.expert_dim):
+        matrix = spec.parameter.split(".")[-2]
+        if stack := names.stacked_experts.get(matrix):
+            assert args.moe is not None
+            num_rows, width = spec.parameter_shape
+            shape = (args.moe.num_experts, num_rows, width)
+            yield replace(spec, stack=Stack(stack.format(layer), shape, expert, spec.first_row))
+        else:
+            yield spec
 
 
-def _swiglu(args: ModelArgs, layout: Layout, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
-    """Yield the matrices of a feed-forward network: w1 and w3 are one parameter."""
-    shape, rows = (args.hidden_dim, args.dim), 2 * args.hidden_dim
-    for w, first_row in (("w1", 0), ("w3", args.hidden_dim)):
-        yield _matrix(args, layout, names[w], f"{parameter}.w13.weight", shape, first_row=first_row, parameter_rows=rows)
-    yield _matrix(args, layout, names["w2"], f"{parameter}.w2.weight", (args.dim, args.hidden_dim))
+def _swiglu(args: ModelArgs, layout: Layout, names: dict[str, str], parameter: str, width: int) -> Iterator[TensorSpec]:
+    """Yield the matrices of a feed-forward network of this width: w1 and w3 are one parameter."""
+    for w, first_row in (("w1", 0), ("w3", width)):
+        shape = (width, args.dim)
+        yield _matrix(args, layout, names[w], f"{parameter}.w13.weight", shape, first_row=first_row, parameter_rows=2 * width)
+    yield _matrix(args, layout, names["w2"], f"{parameter}.w2.weight", (args.dim, width))
 
 
 def _matrix(

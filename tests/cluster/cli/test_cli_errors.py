@@ -125,7 +125,7 @@ def test_a_value_outside_the_range_of_an_option_is_named(refused: Refused, argum
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_a_layer_without_experts_to_show_is_refused(refused: Refused, model: Path, layer: int) -> None:
     message = refused("generate", "--model", model, "--local", "The", "--show-experts", layer)
-    assert message == f"--show-experts {layer}: there is no such layer; the model has layers 0 to 3"
+    assert message == f"--show-experts {layer}: that layer has no experts; the model's layers 0 to 3 have some"
 
 
 def test_a_model_without_experts_has_none_to_show(refused: Refused, tmp_path: Path) -> None:

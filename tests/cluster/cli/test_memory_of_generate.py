@@ -9,7 +9,7 @@ from pathlib import Path
 from model_135m import MODEL_135M
 from tiny_models import write_tokenizer
 
-from tramontane.proto.hf_config import to_hf_config
+from tramontane.workers.weights.config_writer import to_hf_config
 
 MAX_BYTES = 1.3e9
 RUN = "from tramontane.cluster.cli.main import main; main()"

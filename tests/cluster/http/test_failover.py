@@ -259,7 +259,7 @@ async def _router() -> AsyncIterator[Router]:
 async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """As ``_streamed_details``, but not streamed."""
     async with _router() as router:
-        model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
+        model = replace(MODEL, vocab_size=1000, expert_layers=range(4), experts_per_token=1)
         ingresses = FailingIngresses(NodeAnnouncer(http_app_for(router, model).app(), "node", MARK), lives)
         relay = FailoverMiddleware(ingresses, DeadNodeWatcher(set))
         client = await post_json(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **DETAILS})
@@ -311,7 +311,7 @@ def test_no_more_progress_is_reported_after_an_interval_with_too_many_log_probab
 async def _streamed_details(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return all details of each choice, merged; without text, as the tokens make none."""
     async with _router() as router:
-        model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
+        model = replace(MODEL, vocab_size=1000, expert_layers=range(4), experts_per_token=1)
         relay = FailoverMiddleware(FailingIngresses(http_app_for(router, model).app(), lives), DeadNodeWatcher(set))
         body = {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "stream": True, "seed": 1, **DETAILS}
         client = await post_json(relay, COMPLETIONS, body)

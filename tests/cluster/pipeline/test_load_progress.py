@@ -28,9 +28,9 @@ from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving.app import application
 from tramontane.cluster.serving.served_model import load_served_model
 from tramontane.proto.errors import CheckpointError, ConfigError
-from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS
+from tramontane.workers.weights.config_writer import to_hf_config
 
 ARGS = tiny_args(n_layers=4)
 PLAN = tiny_plan(ARGS, 2)

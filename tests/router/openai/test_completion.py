@@ -132,7 +132,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB, num_layers=4, experts_per_token=2)
+    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB, expert_layers=range(4), experts_per_token=2)
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,7 @@ def test_experts_are_only_sent_on_request(model: ServedModel, script: tuple[int,
     assert not {"experts", "prompt_experts"} & choice.keys()
 
 
-@pytest.mark.parametrize(("layers", "message"), [([4], "layers 0 to 3"), ([0, 900], "no layer 900")])
+@pytest.mark.parametrize(("layers", "message"), [([4], "layers 0 to 3"), ([0, 900], "layer 900 has no experts")])
 def test_a_layer_that_is_not_there_is_refused(model: ServedModel, layers: list[int], message: str) -> None:
     with pytest.raises(ParameterError, match=message) as refused:
         asyncio.run(_prepared(model, return_experts=layers))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tramontane.proto.layer_args import MoeArgs
 from tramontane.workers.model.layers import Gate
 
 # The softmax of these in float16 differs from that in float32, rounded, in the last place of one number.
@@ -14,7 +15,7 @@ ROUNDED_APART = [
 
 def _gate(num_experts: int, top_k: int, dtype: torch.dtype) -> Gate:
     """Return a gate whose scores are its input."""
-    gate = Gate(num_experts, num_experts, top_k).to(dtype)
+    gate = Gate(num_experts, MoeArgs(num_experts, top_k)).to(dtype)
     with torch.no_grad():
         gate.scores.weight.copy_(torch.eye(num_experts))
     return gate

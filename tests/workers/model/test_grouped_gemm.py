@@ -20,7 +20,8 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
 from tramontane.workers.model.grouped_gemm import as_stacked_view
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts

@@ -18,9 +18,10 @@ from stage_driver import teacher_forced
 from tiny_models import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.hf_config import from_hf_config, to_hf_config
-from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, WeightFormat
+from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.mistral_params import from_mistral_params
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, detect_layout, read_model_args
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.kernels import packed_linear
@@ -29,6 +30,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
 from tramontane.workers.weights import tensor_specs
 from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 

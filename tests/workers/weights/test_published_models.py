@@ -6,6 +6,7 @@ reads Mistral's own layout, tensor by tensor, and knows nothing of ours.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,16 @@ from stage_driver import Driver
 from tiny_models import tiny_plan
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
-from tramontane.proto.hf_config import from_hf_config, to_hf_config
-from tramontane.proto.latent_geometry import LATENT_MODELS
-from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
-from tramontane.proto.model_args import ModelArgs, YarnScaling
+from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.layer_args import YarnScaling
+from tramontane.proto.mistral_params import from_mistral_params
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -55,8 +56,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for layout in Layout:
         folders[layout] = tmp_path_factory.mktemp("published") / layout.name
         write_random_checkpoint(folders[layout], args, layout, part_bytes=2**20)
-    model = AutoModelForCausalLM.from_pretrained(folders[Layout.HUGGING_FACE], attn_implementation="eager").eval()
-    assert type(model).__name__ == to_hf_config(args)["architectures"][0]
+    kind: Any = getattr(transformers, to_hf_config(args)["architectures"][0])
+    model = kind.from_pretrained(folders[Layout.HUGGING_FACE], attn_implementation="eager").eval()
     prompts = [random_ids(n, seed=n, vocab_size=args.vocab_size) for n in LENGTHS]
     with torch.inference_mode():
         logits = [model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
@@ -244,18 +245,19 @@ def test_presets_are_the_defaults_of_transformers() -> None:
         assert from_hf_config(described) == replace(PRESETS[name], quantization=None), name  # which a file adds
 
 
-def test_models_that_cannot_be_served_yet_have_the_size_of_transformers() -> None:
+def test_small_4_has_the_size_of_transformers() -> None:
     config = transformers.Mistral4Config()
     with torch.device("meta"):
         model = transformers.Mistral4ForCausalLM(config)
-    geometry = LATENT_MODELS["mistral-small-4-119b"]
-    assert geometry.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    args = PRESETS["mistral-small-4-119b"]
+    assert args.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     unused = (config.n_routed_experts - config.num_experts_per_tok) * 3 * config.hidden_size * config.moe_intermediate_size
-    assert geometry.num_active_parameters == geometry.num_parameters - config.num_hidden_layers * unused
+    assert args.num_active_parameters == args.num_parameters - config.num_hidden_layers * unused
+    assert args.num_parameters == sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
 
 
 def test_large_3_has_its_published_size() -> None:
     """673 billion parameters and 39 active ones, and an encoder of images of 2.5 billion."""
-    geometry = LATENT_MODELS["mistral-large-3-675b"]
-    assert geometry.num_parameters / 1e9 == pytest.approx(673, abs=1)
-    assert geometry.num_active_parameters / 1e9 == pytest.approx(39.5, abs=0.6)
+    args = PRESETS["mistral-large-3-675b"]
+    assert args.num_parameters / 1e9 == pytest.approx(673, abs=1)
+    assert args.num_active_parameters / 1e9 == pytest.approx(39.5, abs=0.6)

@@ -323,9 +323,9 @@ def test_other_formats_of_mistrals_layout_are_refused_by_name(fp8_folder: Path, 
 def test_a_wrapper_around_another_model_is_refused(fp8_folder: Path) -> None:
     path = fp8_folder / "config.json"
     config = json.loads(path.read_text())
-    config["text_config"]["model_type"] = "mistral4"
+    config["text_config"]["model_type"] = "llama"
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"text model of type 'mistral4'; supported: mistral, ministral3"):
+    with pytest.raises(CheckpointError, match=r"text model of type 'llama'; supported: mistral, ministral3, mistral4"):
         read_model_args(fp8_folder)
 
 

@@ -1,0 +1,122 @@
+"""Tiny checkpoints of models with latent attention, made by transformers' own classes, and the logits that it computes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from published_models import Published
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Mistral4Config, Mistral4ForCausalLM, PreTrainedModel
+
+from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.workers.weights.config_writer import to_mistral_params
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA_4 = {"llama_4_scaling_beta": 0.1}
+NO_MAGNITUDE = {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}  # as in Mistral's own configuration
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def widths(heads: int, q: int | None, kv: int, nope: int, rope: int, v: int) -> dict[str, int | None]:
+    """Return the widths of latent attention."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"num_attention_heads": heads, "num_key_value_heads": heads, **dict(zip(names, (q, kv, nope, rope, v), strict=True))}
+
+
+# Two with the ratios of published models, and others with odd ones.
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "small-4": {**widths(4, 32, 16, 8, 8, 16), "rope_parameters": YARN | LLAMA_4},
+    "large-3": {
+        **widths(8, 24, 32, 8, 4, 8),
+        "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE | {"factor": 4.0},
+        "first_k_dense_replace": 3,
+        "num_experts_per_tok": 4,
+    },
+    "odd": {
+        **widths(3, 20, 18, 6, 10, 14),
+        "rope_parameters": YARN | LLAMA_4 | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
+    "queries of hidden states": {**widths(4, None, 24, 8, 4, 12), "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE},
+    "deepseek": {
+        **widths(4, 24, 16, 12, 8, 12),
+        "rope_parameters": YARN,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        "routed_scaling_factor": 2.5,
+    },
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    """Make a random model, large enough that all of its parts count."""
+    torch.manual_seed(0)
+    settings = SIZES | SHAPES[name]
+    if name == "deepseek":
+        model: PreTrainedModel = DeepseekV3ForCausalLM(DeepseekV3Config(**settings))
+    else:
+        model = Mistral4ForCausalLM(Mistral4Config(**settings))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                std = 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5
+                parameter.normal_(0, std)
+            else:
+                parameter.normal_(1, 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+    return model
+
+
+def publish(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Published:
+    """Write a model as transformers writes it."""
+    make_model(name).to(dtype).save_pretrained(folder)
+    kind = DeepseekV3ForCausalLM if name == "deepseek" else Mistral4ForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+    return Published(folder, model)
+
+
+def to_mistral_layout(folder: Path, target: Path) -> None:
+    """Write a folder's model in Mistral's layout, in which pairs of rows are as in Hugging Face's."""
+    args = read_model_args(folder)
+    tensors = load_file(folder / "model.safetensors")
+    layers = range(args.n_layers)
+    stored = {}
+    for theirs, ours in zip(stage_tensors(args, layers), stage_tensors(args, layers, Layout.MISTRAL), strict=True):
+        stored[ours.name] = _tensor(tensors, theirs)
+    target.mkdir()
+    save_file(stored, target / "consolidated.safetensors", metadata={"format": "pt"})
+    (target / "params.json").write_text(json.dumps(to_mistral_params(args)))
+
+
+def _tensor(tensors: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
+    if spec.name in tensors:
+        return tensors[spec.name]
+    assert spec.stack is not None
+    first = spec.stack.first_row
+    return tensors[spec.stack.name][spec.stack.index, first : first + spec.shape[0]].contiguous()

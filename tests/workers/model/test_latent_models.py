@@ -1,0 +1,90 @@
+"""Models with latent attention (Mistral Small 4, Large 3, DeepSeek-V3): logits of transformers, and what a stage holds."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import GREEDY, random_ids, run_in_process
+from latent_models import SHAPES, publish, to_mistral_layout
+from published_models import Published
+from stage_driver import Driver
+from tiny_models import tiny_plan
+from torch import Tensor
+
+from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.workers.device.probe import panel_rows
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.checkpoint import Checkpoint
+
+TOLERANCE = 1e-4
+LENGTHS = (120, 37, 3)  # the longest is beyond the 32 positions of the original context
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    published: Published
+    prompts: list[list[int]]
+    logits: list[Tensor]  # transformers'
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    published = publish(tmp_path_factory.mktemp("latent") / "hf", request.param)
+    prompts = [random_ids(n, seed=n, vocab_size=128) for n in LENGTHS]
+    return Case(request.param, published, prompts, [published.logits(prompt) for prompt in prompts])
+
+
+@pytest.mark.parametrize(("stages", "cut"), [(1, [120]), (2, [5, 1, 15, 16, 17, 1, 33, 32])], ids=["whole", "cut"])
+def test_logits_are_those_of_transformers(case: Case, stages: int, cut: list[int]) -> None:
+    folder = case.published.folder
+    args = read_model_args(folder)
+    assert Checkpoint(folder).check(args) == "float32"
+    plan = tiny_plan(args, stages)
+    driver = Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
+    for ours, theirs in zip(driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True):
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_greedy_tokens_are_equal_at_1_2_and_4_stages(case: Case) -> None:
+    outputs = []
+    for stages, page_size in ((1, 16), (2, 8), (4, 32)):
+        plan = tiny_plan(read_model_args(case.published.folder), stages, page_size)
+        workers = [StageWorker.load(stage, case.published.folder) for stage in plan.stages]
+        outputs.append(run_in_process(plan, workers, case.prompts, GREEDY))
+    assert outputs[0] == outputs[1] == outputs[2]
+    for tokens, logits in zip(outputs[0], case.logits, strict=True):
+        assert tokens[0] == logits[-1].argmax().item()
+
+
+@pytest.mark.parametrize("name", ["large-3", "queries of hidden states"])  # others are not in Mistral's configuration
+def test_mistrals_layout_is_the_same_model(name: str, tmp_path: Path) -> None:
+    published, prompt = publish(tmp_path / "hf", name), random_ids(120, seed=1, vocab_size=128)
+    to_mistral_layout(published.folder, tmp_path / "mistral")
+    args = read_model_args(tmp_path / "mistral")
+    checkpoint = Checkpoint(tmp_path / "mistral")
+    assert checkpoint.layout is Layout.MISTRAL
+    assert checkpoint.check(args) == "float32"
+    assert args == replace(read_model_args(published.folder), dtype=args.dtype, max_seq_len=args.max_seq_len)
+    plan = tiny_plan(args)
+    (logits,) = Driver(plan, [StageWorker.load(plan.stages[0], tmp_path / "mistral")]).run([prompt], [[120]])
+    torch.testing.assert_close(logits, published.logits(prompt), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_planned_bytes_are_those_in_memory(case: Case, stages: int) -> None:
+    folder = case.published.folder
+    args = read_model_args(folder)
+    assert args.latent is not None
+    for stage in tiny_plan(args, stages, max_num_seqs=3, panel_rows=panel_rows()).stages:
+        worker = StageWorker.load(stage, folder)
+        held = sum(tensor.nbytes for tensor in worker.model.state_dict().values())
+        assert held == pytest.approx(stage.weight_bytes + stage.padding_bytes, rel=0.02)
+        caches = {
+            tensor.data_ptr(): tensor.nbytes for cache in worker.cache.layers.values() for tensor in (cache.k_NGd, cache.v_NGd)
+        }
+        assert sum(caches.values()) == stage.cache_bytes
+        rows = stage.cache.classes[0].num_pages * stage.cache.page_size
+        assert stage.cache_bytes == len(stage.layers) * rows * args.latent.cached_dim * 4

@@ -1,0 +1,51 @@
+"""The gate of a mixture of experts: which experts compute a token, and with which weights they are added.
+
+Shape letters: T tokens, D model width, E experts, k experts of each token, n groups of experts.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tramontane.proto.layer_args import GateScores, MoeArgs
+from tramontane.workers.kernels.linear import Linear
+
+TINY = 1e-20  # added to sums of weights that they are divided by
+
+
+class Gate(nn.Module):
+    """The gate of one layer, see ``GateScores``. ``bias`` is added to scores by which experts are chosen, not to weights."""
+
+    bias: Tensor | None
+
+    def __init__(self, dim: int, moe: MoeArgs) -> None:
+        super().__init__()
+        self.moe, self.num_experts, self.top_k = moe, moe.num_experts, moe.num_experts_per_tok
+        self.scores = Linear(dim, moe.num_experts)
+        self.register_buffer("bias", torch.empty(moe.num_experts) if moe.scores is GateScores.SIGMOID else None)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k] and weights [T, k]."""
+        logits_TE = self.scores(x_TD)
+        if self.moe.scores is GateScores.LOGITS:
+            logits_Tk, expert_ids_Tk = torch.topk(logits_TE, self.top_k, dim=-1)
+            return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)
+        is_sigmoid = self.moe.scores is GateScores.SIGMOID
+        scores_TE = torch.sigmoid(logits_TE.float()) if is_sigmoid else torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        expert_ids_Tk = self._choose(scores_TE if self.bias is None else scores_TE + self.bias)
+        weights_Tk = scores_TE.gather(1, expert_ids_Tk)
+        if self.moe.norm_topk_prob:
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + TINY)
+        return expert_ids_Tk, (weights_Tk * self.moe.routed_scaling_factor).to(x_TD.dtype)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the ids [T, k] of the experts with the highest scores, in the groups with the best pairs of experts.
+
+        Scores .1 .2 | .4 .4 | .7 0, two groups: the pairs have .3, .8 and .7, so experts 2 to 5 may be chosen.
+        """
+        if self.moe.n_group > 1:
+            scores_TnE = scores_TE.view(len(scores_TE), self.moe.n_group, -1)
+            sums_Tn = scores_TnE.topk(2, dim=-1).values.sum(dim=-1)
+            groups_T = sums_Tn.topk(self.moe.topk_group, dim=-1).indices
+            is_open_Tn = torch.zeros_like(sums_Tn, dtype=torch.bool).scatter_(1, groups_T, value=True)
+            scores_TE = scores_TnE.masked_fill(~is_open_Tn[..., None], -torch.inf).flatten(1)
+        return torch.topk(scores_TE, self.top_k, dim=-1).indices

@@ -1,0 +1,40 @@
+"""Grouped-query attention (arXiv 2305.13245), as in the Mistral 7B paper (arXiv 2310.06825).
+
+Shape letters: T tokens of a micro-batch in one packed row, D model width, H query heads, G key/value heads, d head_dim.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.model.rotary import RotaryTables
+
+# (layer, q_THd, k_TGd, v_TGd) -> attended values THd
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class GroupedQueryAttention(nn.Module):
+    """H query heads share G key/value heads; queries, keys and values are one matrix product."""
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = args.head_dim
+        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
+        self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
+        self.wo = Linear(args.n_heads * args.head_dim, args.dim)
+        self.fused_ops = EAGER
+
+    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
+        """Project, rotate, attend, and project back: [T, D] to [T, D]."""
+        num_queries, num_keys, _ = self.num_heads
+        qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
+        rotated_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        q_THd, k_TGd = rotary.scale_queries(rotated_THd[:, :num_queries]), rotated_THd[:, num_queries:]
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
+        return out_TD
