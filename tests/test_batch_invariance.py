@@ -14,7 +14,7 @@ from harness import random_ids, run_answers, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain, without_experts
-from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import latent_args, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.layer_args import MoeArgs
@@ -31,6 +31,8 @@ KINDS = {
     "three experts": replace(tiny_args(n_layers=4, window=24, max_seq_len=200), **WIDE, moe=MoeArgs(5, 3)),  # type: ignore[arg-type]
     "interleaved": replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=200), **WIDE),  # type: ignore[arg-type]
     "dense": replace(tiny_args(n_layers=4, window=None, moe=False, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+    "latent": replace(latent_args(n_layers=4, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+    "latent, sigmoid": replace(latent_args(n_layers=4, max_seq_len=200, is_sigmoid=True), **WIDE),  # type: ignore[arg-type]
 }
 
 
@@ -163,7 +165,7 @@ def test_requests_of_other_sampling_parameters(tmp_path: Path, dtype: str) -> No
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(case=CASES, length=st.sampled_from([1, 16, 33, 60]), num_known=st.integers(0, 11))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["mixtral", "interleaved"])
+@pytest.mark.parametrize("kind", ["mixtral", "interleaved", "latent"])
 def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
     folders: dict[str, Path], kind: str, dtype: str, case: Case, length: int, num_known: int
 ) -> None:
@@ -187,7 +189,7 @@ def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
     lengths=LENGTHS,
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["mixtral", "three experts"])
+@pytest.mark.parametrize("kind", ["mixtral", "three experts", "latent, sigmoid"])
 def test_experts_on_actors(
     folders: dict[str, Path], kind: str, dtype: str, num_actors: int, replicas: int, stages: int, budget: int, lengths: list[int]
 ) -> None:

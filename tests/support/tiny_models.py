@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
@@ -58,6 +58,21 @@ def tiny_args(
     )
 
 
+def latent_args(*, n_layers: int = 8, max_seq_len: int = 1024, is_sigmoid: bool = False) -> ModelArgs:
+    """Return a geometry with latent attention, a layer without experts, a shared expert, and odd ratios."""
+    latent = LatentArgs(None if is_sigmoid else 50, kv_lora_rank=34, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=18)
+    softmax = MoeArgs(5, 3, expert_dim=70, n_shared_experts=1, first_k_dense_replace=1, scores=GateScores.SOFTMAX)
+    sigmoid = replace(softmax, num_experts=6, num_experts_per_tok=2, scores=GateScores.SIGMOID, n_group=3, topk_group=2)
+    return replace(
+        tiny_args(n_layers=n_layers, window=None, max_seq_len=max_seq_len),
+        n_kv_heads=1,
+        head_dim=latent.cached_dim,
+        latent=latent,
+        moe=replace(sigmoid, routed_scaling_factor=1.5) if is_sigmoid else softmax,
+        rope_scaling=YarnScaling(factor=8.0, original_max_seq_len=32, llama4_beta=0.1, score_factor=1.4),
+    )
+
+
 def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
     """Return a complete model in float32, with weights large enough that its logits differ clearly."""
     generator = torch.Generator().manual_seed(seed)
@@ -66,6 +81,8 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
         if parameter.dim() == 2:
             std = 1.0 if "tok_embeddings" in name else 1.2 / parameter.shape[1] ** 0.5
             parameter.data = torch.randn(parameter.shape, generator=generator) * std
+    for buffer in model.buffers():  # of gates
+        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     if args.tied_embeddings:
         assert model.output is not None
         assert model.tok_embeddings is not None

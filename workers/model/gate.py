@@ -12,6 +12,16 @@ from tramontane.workers.kernels.linear import Linear
 TINY = 1e-20  # added to sums of weights that they are divided by
 
 
+def sigmoid(logits_TE: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x) of each logit, as the first number of the softmax of x and 0.
+
+    PyTorch's own function rounds the last elements of a tensor otherwise on CPUs: a token's scores would depend on where in the
+    micro-batch it stands. Softmax is computed row by row.
+    """
+    pairs_TE2 = torch.stack((logits_TE, torch.zeros_like(logits_TE)), dim=-1)
+    return torch.softmax(pairs_TE2, dim=-1)[..., 0]
+
+
 class Gate(nn.Module):
     """The gate of one layer, see ``GateScores``. ``bias`` is added to scores by which experts are chosen, not to weights."""
 
@@ -30,7 +40,7 @@ class Gate(nn.Module):
             logits_Tk, expert_ids_Tk = torch.topk(logits_TE, self.top_k, dim=-1)
             return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)
         is_sigmoid = self.moe.scores is GateScores.SIGMOID
-        scores_TE = torch.sigmoid(logits_TE.float()) if is_sigmoid else torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        scores_TE = sigmoid(logits_TE.float()) if is_sigmoid else torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         expert_ids_Tk = self._choose(scores_TE if self.bias is None else scores_TE + self.bias)
         weights_Tk = scores_TE.gather(1, expert_ids_Tk)
         if self.moe.norm_topk_prob:
