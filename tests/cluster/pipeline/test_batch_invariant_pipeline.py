@@ -2,8 +2,9 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import ray
 from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
-from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import latent_args, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import Link
 from tramontane.proto.step import StepResult
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -25,7 +27,10 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="batch invariance needs kernels in C, and they a C compiler"),
 ]
 # 8 KiB for each token's hidden state: a chunk of 160 tokens is more than the 1 MiB that Ray sends without its object store.
-ARGS = replace(tiny_args(n_layers=4, window=24, max_seq_len=400), dim=4096, vocab_size=300)
+MODELS = {
+    "mixtral": replace(tiny_args(n_layers=4, window=24, max_seq_len=400), dim=4096, vocab_size=300),
+    "latent": replace(latent_args(n_layers=4, max_seq_len=400), dim=4096, vocab_size=300),
+}
 PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 300, 40, 2, 90))]
 
 
@@ -36,33 +41,52 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
+@dataclass(frozen=True)
+class Model:
+    args: ModelArgs
+    folder: Path
+    expected: list[Values]  # of prompts that have a stage in this process for themselves, one after the other
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Values]:
-    """Of prompts that have a stage in this process for themselves, one after the other."""
-    plan = tiny_plan(ARGS, dtype="bfloat16", batch_invariant=True)
-    chain = LocalStageChain([StageWorker.load(plan.stages[0], folder)])
-    try:
-        answers = asyncio.run(run_answers(chain, scheduler_for(plan), PROMPTS, SAMPLING, together=False))
-    finally:
-        chain.close()
-    return list(map(exact_values, answers))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    @cache
+    def make(kind: str) -> Model:
+        args = MODELS[kind]
+        folder = write_checkpoint(tmp_path_factory.mktemp("model"), args, random_model(args))
+        plan = tiny_plan(args, dtype="bfloat16", batch_invariant=True)
+        chain = LocalStageChain([StageWorker.load(plan.stages[0], folder)])
+        try:
+            answers = asyncio.run(run_answers(chain, scheduler_for(plan), PROMPTS, SAMPLING, together=False))
+        finally:
+            chain.close()
+        return Model(args, folder, list(map(exact_values, answers)))
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("link", "num_stages", "num_actors", "deaths"),
-    [("object-store", 2, 0, 1), ("direct", 2, 0, 1), ("direct", 4, 0, 0), ("object-store", 2, 3, 0), ("direct", 2, 2, 1)],
+    ("kind", "link", "num_stages", "num_actors", "deaths"),
+    [
+        ("mixtral", "object-store", 2, 0, 1),
+        ("mixtral", "direct", 2, 0, 1),
+        ("mixtral", "direct", 4, 0, 0),
+        ("mixtral", "object-store", 2, 3, 0),
+        ("mixtral", "direct", 2, 2, 1),
+        ("latent", "object-store", 4, 0, 1),
+        ("latent", "direct", 2, 2, 1),
+    ],
 )
-def test_the_same_bits(folder: Path, expected: list[Values], link: Link, num_stages: int, num_actors: int, deaths: int) -> None:
-    plan = tiny_plan(ARGS, num_stages, dtype="bfloat16", batch_invariant=True)
+def test_the_same_bits(
+    models: Callable[[str], Model], kind: str, link: Link, num_stages: int, num_actors: int, deaths: int
+) -> None:
+    model = models(kind)
+    plan = tiny_plan(model.args, num_stages, dtype="bfloat16", batch_invariant=True)
     if num_actors:
-        experts = replace(expert_plan(ARGS, num_actors, dtype="bfloat16"), batch_invariant=True)
+        experts = replace(expert_plan(model.args, num_actors, dtype="bfloat16"), batch_invariant=True)
         plan = without_experts(plan, experts)
-    spec = PipelineSpec(f"exact-{link}-{num_stages}-{num_actors}", plan, folder, threads_per_stage=1, use_gpus=False, link=link)
+    name = f"exact-{kind}-{link}-{num_stages}-{num_actors}"
+    spec = PipelineSpec(name, plan, model.folder, threads_per_stage=1, use_gpus=False, link=link)
     killed: list[int] = []
     with running_chain(spec) as chain:
 
@@ -73,4 +97,4 @@ def test_the_same_bits(folder: Path, expected: list[Values], link: Link, num_sta
 
         answers = asyncio.run(run_answers(chain, scheduler_for(plan, 200), PROMPTS, SAMPLING, observe=kill))
     assert len(killed) == deaths
-    assert list(map(exact_values, answers)) == expected
+    assert list(map(exact_values, answers)) == model.expected

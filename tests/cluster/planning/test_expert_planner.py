@@ -62,6 +62,25 @@ def test_8x22b_on_16_actors_of_unequal_memory(seed: int) -> None:
         _check_memory(plan, request)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_128_experts_on_8_actors(seed: int) -> None:
+    """Assumed to be chosen equally often, and as measured. The layers without experts have none anywhere."""
+    args = replace(PRESETS["mistral-large-3-675b"], quantization=None)
+    assert args.moe is not None
+    ids = [ExpertId(*pair) for pair in product(args.moe_layers, range(args.moe.num_experts))]
+    request = ExpertRequest((StageBudget(200 * GIB),) * 8, "bfloat16")
+    plan = plan_experts(args, request)
+    assert sorted(plan.placement) == ids
+    assert _busiest(plan, dict.fromkeys(ids, 1.0)) <= 1.1
+    for actor in plan.actors:
+        assert {sum(each.layer == layer for each in actor.experts) for layer in args.moe_layers} == {16}
+    rng = random.Random(seed)
+    measured = {each: rng.lognormvariate(0, 0.7) for each in ids}
+    again = plan_experts(args, replace(request, loads=measured))
+    assert _busiest(again, measured) <= 1.1
+    _check_memory(again, request)
+
+
 def test_a_layers_experts_work_side_by_side() -> None:
     """8 experts of a layer on 4 actors: two on each, in every layer."""
     args = _args(6)
