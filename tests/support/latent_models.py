@@ -6,13 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_models import Published
+from published_models import MAX_FP8, VISION, Published, to_fp8
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Mistral4Config, Mistral4ForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedModel,
+)
 
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.weights.config_writer import to_mistral_params
+from tramontane.workers.weights.tensor_names import is_vision, unwrapped_name
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -72,33 +81,64 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str) -> PreTrainedModel:
-    """Make a random model, large enough that all of its parts count."""
-    torch.manual_seed(0)
+def make_model(name: str, *, wrapped: bool = False) -> PreTrainedModel:
+    """Make a random model, all of whose parts count; ``wrapped``: with an encoder of images."""
     settings = SIZES | SHAPES[name]
-    if name == "deepseek":
-        model: PreTrainedModel = DeepseekV3ForCausalLM(DeepseekV3Config(**settings))
+    text = DeepseekV3Config(**settings) if name == "deepseek" else Mistral4Config(**settings)
+    torch.manual_seed(0)
+    if wrapped:
+        whole = Mistral3Config(text_config=text.to_dict(), vision_config=VISION, tie_word_embeddings=False)
+        model: PreTrainedModel = Mistral3ForConditionalGeneration(whole)
     else:
-        model = Mistral4ForCausalLM(Mistral4Config(**settings))
+        model = DeepseekV3ForCausalLM(text) if isinstance(text, DeepseekV3Config) else Mistral4ForCausalLM(text)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                std = 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5
-                parameter.normal_(0, std)
-            else:
+            if parameter.dim() == 1:
                 parameter.normal_(1, 0.1)
+            else:
+                parameter.normal_(0, 1.0 if "embed_tokens" in parameter_name else 1.2 / parameter.shape[-1] ** 0.5)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
     return model
 
 
-def publish(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Published:
-    """Write a model as transformers writes it."""
-    make_model(name).to(dtype).save_pretrained(folder)
-    kind = DeepseekV3ForCausalLM if name == "deepseek" else Mistral4ForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert: int = 0) -> Published:
+    """Write a model as transformers writes it; with ``scales_per_expert`` in FP8, with a scale for each matrix or two of them."""
+    made = make_model(name, wrapped=wrapped)
+    made.to(torch.bfloat16 if scales_per_expert else torch.float32).save_pretrained(folder)
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = type(made).from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    if not scales_per_expert:
+        return Published(folder, model)
+    path, stored = folder / "model.safetensors", {}
+    for key, tensor in load_file(path).items():
+        if "layers" not in key or "_proj" not in key or is_vision(key):
+            stored[key] = tensor
+        elif tensor.dim() == 2:
+            stored[key], stored[f"{key}_scale_inv"] = to_fp8(tensor)
+        else:
+            stored[key], stored[f"{key}_scale_inv"] = _stack_to_fp8(tensor, scales_per_expert if "gate_up" in key else 1)
+            stored[f"{key}_activation_scale"] = torch.ones(len(tensor))
+    save_file(stored, path, metadata={"format": "pt"})
+    parameters = {unwrapped_name(key).replace("language_model.", ""): value for key, value in model.named_parameters()}
+    with torch.no_grad():
+        for key in [key for key in stored if key.endswith("_scale_inv")]:
+            weight, scale = stored[key.removesuffix("_scale_inv")].float(), stored[key].float()
+            if weight.dim() == 3:
+                scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
+            parameters[unwrapped_name(key.removesuffix("_scale_inv"))].copy_(weight * scale)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
     return Published(folder, model)
+
+
+def _stack_to_fp8(stack_ENK: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Return numbers, and scales [E, parts, 1] of consecutive rows of each expert's matrix."""
+    pieces = stack_ENK.float().unflatten(1, (parts, -1))
+    scales_EP1 = (pieces.abs().amax(dim=(2, 3)) / MAX_FP8 * 1.01)[..., None]
+    return (pieces / scales_EP1[..., None]).flatten(1, 2).to(torch.float8_e4m3fn), scales_EP1
 
 
 def to_mistral_layout(folder: Path, target: Path) -> None:

@@ -142,4 +142,5 @@ def is_vision(name: str) -> bool:
 
 def is_unused(name: str, layout: Layout) -> bool:
     """Return whether a text model's tensor has no effect here: scales of activations, for which each token gets its own."""
-    return name.endswith("." + NAMES[layout].activation_scale) or ROTARY_BUFFER.fullmatch(name) is not None
+    scale = NAMES[layout].activation_scale
+    return name.endswith((f".{scale}", f"_proj_{scale}")) or ROTARY_BUFFER.fullmatch(name) is not None

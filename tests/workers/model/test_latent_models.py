@@ -12,8 +12,10 @@ from stage_driver import Driver
 from tiny_models import tiny_plan
 from torch import Tensor
 
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.device.probe import panel_rows
+from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.checkpoint import Checkpoint
 
@@ -88,3 +90,19 @@ def test_planned_bytes_are_those_in_memory(case: Case, stages: int) -> None:
         assert sum(caches.values()) == stage.cache_bytes
         rows = stage.cache.classes[0].num_pages * stage.cache.page_size
         assert stage.cache_bytes == len(stage.layers) * rows * args.latent.cached_dim * 4
+
+
+@pytest.mark.parametrize("scales_per_expert", [1, 2])
+@pytest.mark.parametrize("name", ["small-4", "odd"])
+def test_published_in_fp8_with_an_encoder_of_images(name: str, scales_per_expert: int, tmp_path: Path) -> None:
+    """Experts in one tensor, with a scale for each expert's matrix, or one for its gate rows and one for its up rows."""
+    published = publish(tmp_path / "hf", name, wrapped=True, scales_per_expert=scales_per_expert)
+    args, prompt = read_model_args(published.folder), random_ids(60, seed=3, vocab_size=128)
+    assert args.quantization is Quantization.FP8
+    assert Checkpoint(published.folder).check(args) == "bfloat16"
+    plan = tiny_plan(args, 2)
+    workers = [StageWorker.load(stage, published.folder) for stage in plan.stages]
+    experts = [module for module in workers[0].model.experts.modules() if isinstance(module, PackedLinear)]
+    assert {module.weight.dtype for module in experts} == {torch.float8_e4m3fn}
+    (logits,) = Driver(plan, workers).run([prompt], [[25, 1, 34]])
+    torch.testing.assert_close(logits, published.logits(prompt), rtol=0, atol=TOLERANCE)
