@@ -7,7 +7,7 @@ that gives it figures: the keyword arguments of that function are figures at the
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,13 @@ def _agreement(bench: Any, ttft: float = 104.9, per_token: float = 9.6) -> Patch
 def _invariance(bench: Any, speed: float = 97.0, ttft: float = 1.05) -> Patches:  # noqa: ANN401
     figures = {"with": [{"tokens_per_second": speed, "ttft_s": ttft}], "without": [{"tokens_per_second": 100.0, "ttft_s": 1.0}]}
     return {"run": _returns(dict.fromkeys(bench.MODELS, figures))}
+
+
+def _latent(_bench: Any, ratio: float = 1.29) -> Patches:  # noqa: ANN401
+    def measure(_model: object, phases: Sequence[Any], _rounds: int) -> dict[Any, float]:
+        return {phase: ratio if phase.context_len > 512 else 1.0 for phase in phases}
+
+    return {"Bench": _returns(None), "measure": measure}
 
 
 def _windows(_bench: Any, c: float = 1.0, pytorch: float = 1.0) -> Patches:  # noqa: ANN401
@@ -318,6 +325,7 @@ CASES = {
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
+    "latent": Case(_latent, [{"ratio": 1.31}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
-from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
@@ -54,7 +54,24 @@ MISTRAL_300M = ModelArgs(
 MIXTRAL_200M = replace(
     MISTRAL_300M, dim=512, n_layers=8, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(512,) * 8, moe=MoeArgs(8, 2)
 )
-MODELS = {"mistral-300m": MISTRAL_300M, "mixtral-200m": MIXTRAL_200M}
+# Mistral Small 4 at an eighth of its width: 128 experts, of which four and a shared one compute a token.
+_SMALL_4_LATENT = LatentArgs(q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64)
+SMALL_4_200M = replace(
+    MISTRAL_300M,
+    dim=512,
+    n_layers=4,
+    head_dim=_SMALL_4_LATENT.cached_dim,
+    hidden_dim=1536,
+    n_heads=8,
+    n_kv_heads=1,
+    norm_eps=1e-6,
+    max_seq_len=8192,
+    windows=(None,) * 4,
+    moe=MoeArgs(128, 4, expert_dim=256, n_shared_experts=1, scores=GateScores.SOFTMAX),
+    rope_scaling=YarnScaling(factor=128.0, original_max_seq_len=8192, llama4_beta=0.1),
+    latent=_SMALL_4_LATENT,
+)
+MODELS = {"mistral-300m": MISTRAL_300M, "mixtral-200m": MIXTRAL_200M, "small4-200m": SMALL_4_200M}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    architecture = transformers.AutoConfig.from_pretrained(options.model).architectures[0]
+    model = getattr(transformers, architecture).from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     lengths = {"max_new_tokens": options.output_len, "min_new_tokens": options.output_len}
     seconds = {}
     for num_prompts in options.prompts:

