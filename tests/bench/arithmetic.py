@@ -54,15 +54,15 @@ MISTRAL_300M = ModelArgs(
 MIXTRAL_200M = replace(
     MISTRAL_300M, dim=512, n_layers=8, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(512,) * 8, moe=MoeArgs(8, 2)
 )
-# Mistral Small 4 at an eighth of its width: 128 experts, of which four and a shared one compute a token.
-_SMALL_4_LATENT = LatentArgs(q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64)
+# Mistral Small 4 with an eighth of its width, heads and layers. A token is in the cache as there, and has as many experts.
+_SMALL_4_LATENT = LatentArgs(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128)
 SMALL_4_200M = replace(
     MISTRAL_300M,
     dim=512,
     n_layers=4,
     head_dim=_SMALL_4_LATENT.cached_dim,
     hidden_dim=1536,
-    n_heads=8,
+    n_heads=4,
     n_kv_heads=1,
     norm_eps=1e-6,
     max_seq_len=8192,
