@@ -17,6 +17,8 @@ class HeadProducts(nn.Module):
     Quantized matrices have numbers of one byte, and scales of their inputs or outputs in float32.
     """
 
+    input_scale_HK: Tensor | None
+
     def __init__(
         self,
         weight_HNK: Tensor,
@@ -31,16 +33,16 @@ class HeadProducts(nn.Module):
         self.layers, self.weight_HNK, self._products = nn.ModuleList(), None, products
         if matmul is None:
             self.weight_HNK = _dequantize(weight_HNK, input_scale_HK, output_scale_HN, dtype)
-            self.input_scale_HK = None
+            self.register_buffer("input_scale_HK", None)
         else:
             scales = [None] * len(weight_HNK) if output_scale_HN is None else list(output_scale_HN)
             self.layers.extend(_packed(matmul, weight, scale) for weight, scale in zip(weight_HNK, scales, strict=True))
-            self.input_scale_HK = None if input_scale_HK is None else input_scale_HK.to(dtype)
+            self.register_buffer("input_scale_HK", None if input_scale_HK is None else input_scale_HK.clone())
 
     def forward(self, x_THK: Tensor) -> Tensor:
         """Compute [T, H, N]. A row's result does not depend on the other rows where packed or row-wise products compute it."""
         if self.input_scale_HK is not None:
-            x_THK = x_THK * self.input_scale_HK
+            x_THK = x_THK * self.input_scale_HK.to(x_THK.dtype)
         num_tokens, num_heads, _ = x_THK.shape
         x_HTK = x_THK.transpose(0, 1)
         if self.weight_HNK is None:
@@ -59,7 +61,7 @@ def _packed(matmul: PackedMatmul, weight_NK: Tensor, scale_N: Tensor | None) -> 
     num_outputs, num_inputs = weight_NK.shape
     with torch.device("meta"):
         layer = PackedLinear(matmul, Linear(num_inputs, num_outputs))
-    layer.weight, layer.scale = matmul.pack(weight_NK), None if scale_N is None else scale_N.contiguous()
+    layer.weight, layer.scale = matmul.pack(weight_NK), None if scale_N is None else scale_N.clone()
     return layer
 
 
