@@ -13,7 +13,7 @@ from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
-from tramontane.router.structured.grammar import Tool
+from tramontane.router.structured.grammar import NO_TOOLS, Tool
 from tramontane.router.structured.request_model import RequestModel
 from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, ReasoningEffort, message_texts
 from tramontane.router.tokenization.template_variables import TemplateVariables
@@ -121,6 +121,8 @@ async def encode_chat(
 ) -> tuple[int, ...]:
     """Return token ids up to where the assistant answers. Raises ParameterError for conversations that the format lacks."""
     texts = message_texts(messages)
+    if tools and template.tool_format is None:
+        raise ParameterError(NO_TOOLS, "tools")  # a format without tools would leave them out
     try:
         if model.tokenizer is not None:
             model.tokenizer.check_length("".join(texts), model.max_model_len)

@@ -29,6 +29,7 @@ from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
 MAX_SENT_CHARS = 2**20  # of one request to the stages: each of its sequences carries the grammar
+NO_TOOLS = "this model's chat format has no tools; leave tools out"
 MAX_TOOLS = 128
 TEXT = r"TEXT: /(.|\n)+/"
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -133,7 +134,7 @@ def build_grammar(
     rules = ["start: answer"]
     if callable_tools:
         if tool_format is None:
-            raise ParameterError("this model's chat format has no tools; leave tools out", "tools")
+            raise ParameterError(NO_TOOLS, "tools")
         schemas += [_arguments(tool.function, index) for index, tool in enumerate(callable_tools)]
         rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
         rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from client_events import parse_events, texts_of
 from listening_server import CONTEXT, KEY, ListeningServer, ids_of
 from scripted_token_source import FINGERPRINT, SAID, ScriptedSource, client_for, http_app_for
 from thinking_models import thinking_model
-from tokenizer_files import THINK, thinking_tekken
+from tokenizer_files import SENTENCEPIECE, THINK, thinking_tekken
 
 from tramontane.proto.errors import DeadlineExceededError, DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.router.openai.served_model import ServedModel
@@ -296,6 +297,26 @@ def test_thoughts_are_disabled_where_the_model_has_a_setting_for_it(tmp_path: Pa
 
 
 # Errors
+
+
+def test_tools_are_refused_where_the_format_has_none(tmp_path: Path) -> None:
+    """Also where tokens are only counted: without them the number would be another one."""
+    shutil.copy(SENTENCEPIECE["v1"], tmp_path)
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    model = ServedModel("v1", tokenizer, 512, 16, tokenizer.vocab_size)
+    app = http_app_for(ScriptedSource([]), model, chat=load_chat_template(tmp_path, tokenizer)).app()
+    function = {"name": "weather", "parameters": WEATHER["input_schema"]}
+
+    async def scenario() -> None:
+        async with client_for(app) as http:
+            for path in ("/v1/messages/count_tokens", "/tokenize"):
+                tool = WEATHER if "messages" in path else {"type": "function", "function": function}
+                answer = await http.post(path, json={"messages": HELLO, "tools": [tool]})
+                assert answer.status_code == 400, path
+                assert "this model's chat format has no tools; leave tools out" in answer.text
+                assert (await http.post(path, json={"messages": HELLO})).is_success
+
+    asyncio.run(scenario())
 
 
 USE = {"type": "tool_use", "id": "123456789", "name": "f", "input": {}}
