@@ -10,6 +10,7 @@ from torch import Tensor
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_weights
+from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE, sample_row
 
 
 def hashed_uniform(seed: int, choice: int, position: int) -> float:
@@ -35,7 +36,11 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
     assert logits_SV.shape[0] == len(params) == len(positions)
     chosen = _argmax(logits_SV)
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if random_rows:
+    if random_rows and logits_SV.device.type == "cpu" and not has_exact_sums:
+        for row in random_rows:
+            uniform = hashed_uniform(params[row].seed or 0, params[row].choice, positions[row])
+            chosen[row] = sample_row(logits_SV[row].numpy(), params[row], uniform)
+    elif random_rows:
         rows = tensor_on(random_rows, torch.int64, logits_SV.device)
         draws = [(params[row], positions[row]) for row in random_rows]
         chosen[rows] = _sample_randomly(logits_SV[rows], draws, has_exact_sums)
@@ -43,7 +48,7 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
 
 
 def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]], has_exact_sums: bool) -> Tensor:
-    """Sample by inversion of the cumulative distribution.
+    """Sample all rows at once by inversion of the cumulative distribution, on a GPU.
 
     The distribution is that of the temperature, cut by top-k and min-p (Nguyen et al., arXiv 2407.01082), and the rest cut
     by top-p (Holtzman et al., arXiv 1904.09751).
@@ -53,8 +58,7 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]],
         return tensor_on(values, torch.float32, logits_SV.device)[:, None]
 
     vocab = logits_SV.shape[1]
-    # The smallest temperatures would overflow float32; below 1e-5 sampling is greedy anyway.
-    scaled = logits_SV / column([p.temperature for p, _ in draws]).clamp(min=1e-5)
+    scaled = logits_SV / column([p.temperature for p, _ in draws]).clamp(min=MIN_TEMPERATURE)
     sorted_logits, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     top_k = tensor_on([p.top_k or vocab for p, _ in draws], torch.int64, logits_SV.device)[:, None]
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)

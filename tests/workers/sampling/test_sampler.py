@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.sampling import sampler
+from tramontane.workers.sampling import row_sampler, sampler
 from tramontane.workers.sampling.sampler import hashed_uniform
 
 VOCAB = 40
@@ -34,7 +34,8 @@ def _logits(rows: int, seed: int = 0, vocab: int = VOCAB, std: float = 2.0) -> T
 def _kept(logits: list[float], p: SamplingParams) -> list[tuple[int, float]]:
     """(token, probability) after temperature, then min-p, top-k and top-p, likeliest first: as one would write it by hand."""
     top = max(logits)
-    ranked = sorted(((math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)), reverse=True)
+    ranked = [(math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)]
+    ranked.sort(key=lambda each: (-each[0], each[1]))  # of equal ones the first
     ranked = [(weight, token) for weight, token in ranked if weight >= p.min_p][: p.top_k or None]
     total = sum(weight for weight, _ in ranked)
     kept, mass = [], 0.0
@@ -212,3 +213,44 @@ def test_frequencies_are_those_of_softmax(params: SamplingParams) -> None:
 def test_logits_that_are_not_numbers_do_not_crash() -> None:
     ids = sample(torch.full((2, 40), float("nan")), [_params(), SamplingParams(temperature=0.0)], [0, 1])
     assert all(0 <= token < 40 for token in ids)
+
+
+LARGE = 5000  # more than the likeliest tokens that are sorted at first
+
+
+@pytest.mark.parametrize("std", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "params",
+    [*SETTINGS, _params(top_k=2000), _params(temperature=1.5, top_k=1500, top_p=0.9), _params(temperature=5.0, min_p=0.9)],
+    ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}",
+)
+def test_a_large_vocabulary_by_hand(params: SamplingParams, std: float) -> None:
+    """Nearly flat distributions, of which all tokens have to be sorted, and others; with many equal logits."""
+    logits = (_logits(40, seed=5, vocab=LARGE, std=std) * 64).round() / 64
+    tokens = sample(logits, [params] * 40, range(40))
+    borders = 0
+    for row, token in enumerate(tokens):
+        kept = _kept(logits[row].tolist(), params)
+        u = hashed_uniform(params.seed or 0, params.choice, row)
+        expected, distance = _pick(kept, u)
+        if distance < 1e-6:
+            borders += 1
+        else:
+            assert token == expected, row
+    assert borders < 12
+
+
+def test_all_logits_are_sorted_only_where_the_likeliest_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    choose = row_sampler._choose
+
+    def recorded(scaled_V: Any, candidates_C: Any, *rest: Any) -> int | None:  # noqa: ANN401
+        sizes.append(len(candidates_C))
+        return choose(scaled_V, candidates_C, *rest)
+
+    monkeypatch.setattr(row_sampler, "_choose", recorded)
+    for std, params, all_sorted in ((4.0, _params(), False), (0.01, _params(top_k=50), False), (0.01, _params(), True)):
+        sizes.clear()
+        sample(_logits(20, seed=6, vocab=LARGE, std=std), [params] * 20, range(20))
+        assert min(sizes) == row_sampler.NUM_LIKELIEST
+        assert (LARGE in sizes) is all_sorted
