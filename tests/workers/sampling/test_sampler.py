@@ -254,3 +254,9 @@ def test_all_logits_are_sorted_only_where_the_likeliest_do_not_suffice(monkeypat
         sample(_logits(20, seed=6, vocab=LARGE, std=std), [params] * 20, range(20))
         assert min(sizes) == row_sampler.NUM_LIKELIEST
         assert (LARGE in sizes) is all_sorted
+
+
+def test_a_border_belongs_to_the_share_that_begins_there() -> None:
+    """Four equal tokens: [0, 1/4) is the first's."""
+    row = torch.zeros(4).numpy()
+    assert [row_sampler.sample_row(row, _params(), uniform) for uniform in (0.0, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
