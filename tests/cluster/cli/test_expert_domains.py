@@ -83,7 +83,7 @@ def _served(model: StageModel) -> Iterator[httpx.Client]:
     async def expert_load() -> MeasuredLoad:
         return MeasuredLoad(tuple((0,) * number for number in NUM_EXPERTS), 1)
 
-    served = ServedModel("tiny", TOKENIZER, ARGS.max_seq_len, 16, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
+    served = ServedModel("tiny", TOKENIZER, ARGS.max_seq_len, 16, ARGS.vocab_size, ARGS.moe_layers, experts_per_token=2)
     config = HttpAppConfig(
         model=served, source=router, is_ready=is_ready, expert_load=expert_load, max_body_bytes=2**20, pacer=Pacer(10**9)
     )

@@ -128,8 +128,9 @@ async def _harness(
     async def expert_load() -> MeasuredLoad:
         return harness.load
 
-    numbers = (CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers)
-    model = ServedModel("tiny", tokenizer, *numbers, experts_per_token=2, aliases=("small", "org/tiny"))
+    numbers = (CONTEXT, MAX_SEQUENCES, ARGS.vocab_size)
+    experts = {"expert_layers": ARGS.moe_layers, "experts_per_token": 2}
+    model = ServedModel("tiny", tokenizer, *numbers, **experts, aliases=("small", "org/tiny"))
     config = HttpAppConfig(
         model=model,
         source=router,
