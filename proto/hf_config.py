@@ -54,7 +54,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
-    heads, latent = config["num_attention_heads"], _latent(config) if architecture in LATENT else None
+    heads, latent = config["num_attention_heads"], _latent(config, source) if architecture in LATENT else None
     scaling = _rope_scaling(config, latent, source)
     head_dim = config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
     return ModelArgs(
@@ -139,10 +139,10 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def _latent(config: Mapping[str, Any]) -> LatentArgs:
-    """Return the widths of latent attention. Raises ValueError if its rotated rows are not stored as pairs."""
+def _latent(config: Mapping[str, Any], source: str) -> LatentArgs:
+    """Return the widths of latent attention. Raises CheckpointError if its rotated rows are not stored as pairs."""
     if not config.get("rope_interleave", True):
-        raise ValueError("rope_interleave is false, and only true is supported")
+        raise CheckpointError(f"{source}: rope_interleave is false, and that is not supported, only true")
     return LatentArgs(**{field.name: config[field.name] for field in fields(LatentArgs)})
 
 
@@ -160,7 +160,7 @@ def _moe(config: Mapping[str, Any], architecture: str) -> MoeArgs | None:
         scores=LATENT[architecture],
         n_group=config["n_group"],
         topk_group=config["topk_group"],
-        norm_topk_prob=parse_bool(config, "norm_topk_prob"),
+        norm_topk_prob=parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),  # without a default
         routed_scaling_factor=float(config["routed_scaling_factor"]),
     )
 

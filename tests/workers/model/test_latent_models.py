@@ -1,5 +1,6 @@
 """Models with latent attention (Mistral Small 4, Large 3, DeepSeek-V3): logits of transformers, and what a stage holds."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stage_driver import Driver
 from tiny_models import tiny_plan
 from torch import Tensor
 
+from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.device.probe import panel_rows
@@ -106,3 +108,26 @@ def test_published_in_fp8_with_an_encoder_of_images(name: str, scales_per_expert
     assert {module.weight.dtype for module in experts} == {torch.float8_e4m3fn}
     (logits,) = Driver(plan, workers).run([prompt], [[25, 1, 34]])
     torch.testing.assert_close(logits, published.logits(prompt), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("norm_topk_prob", None, "lacks the key 'norm_topk_prob'"),
+        ("kv_lora_rank", None, "lacks the key 'kv_lora_rank'"),
+        ("rope_interleave", False, "rope_interleave is false, and that is not supported"),
+        ("qk_rope_head_dim", 7, "qk_rope_head_dim is 7; rotary embedding needs an even one"),
+        ("n_group", 3, "8 experts cannot form 3 groups of two or more"),
+        ("topk_group", 2, "2 groups of experts cannot be chosen from 1"),
+    ],
+)
+def test_what_a_configuration_lacks_or_says_otherwise_is_refused(key: str, value: object, words: str, tmp_path: Path) -> None:
+    folder = publish(tmp_path / "model", "small-4").folder
+    config = json.loads((folder / "config.json").read_text())
+    if value is None:
+        del config[key]
+    else:
+        config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words):
+        read_model_args(folder)
