@@ -7,20 +7,24 @@ from dataclasses import fields
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, check_num_layers
 
 MIXTRAL = "MixtralForCausalLM"
 # Models with latent attention, and what their gates make of logits.
 LATENT = {"Mistral4ForCausalLM": GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
-WRAPPER = "Mistral3ForConditionalGeneration"  # a text model with an encoder of images, which is not used
-SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", *LATENT, WRAPPER)
-WRAPPED_MODELS = {  # by the text model's type
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral4": "Mistral4ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
+LARGE_4 = "MistralLarge4TextModel"
+# Text models with an encoder of images, which is not used: classes of the text model, by its type.
+WRAPPERS = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+    },
+    "MistralLarge4ForConditionalGeneration": {"mistral_large4_text": LARGE_4},
 }
+SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", *LATENT, *WRAPPERS)
 # Of the wrapper, besides the text model's own.
 TIED = "tie_word_embeddings"
 WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", "eos_token_id")
@@ -32,7 +36,7 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
     Of a model with an encoder of images it is the text model's.
     """
     with checkpoint_errors(source):
-        if _architecture_of(config) == WRAPPER:
+        if _architecture_of(config) in WRAPPERS:
             return _translate(_unwrap(config, source), f"{source}, text_config")
         return _translate(config, source)
 
@@ -54,7 +58,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
     architecture = _architecture_of(config)
     _check_supported(config, architecture, source)
-    heads, latent = config["num_attention_heads"], _latent(config, source) if architecture in LATENT else None
+    heads, latent = config["num_attention_heads"], _latent(config, source) if architecture in (*LATENT, LARGE_4) else None
     scaling = _rope_scaling(config, latent, source)
     head_dim = config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
     return ModelArgs(
@@ -69,12 +73,14 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         rope_theta=float(_rope_parameters(config).get("rope_theta") or config["rope_theta"]),
         max_seq_len=config["max_position_embeddings"],
         windows=_windows(config, source),
-        moe=_moe(config, architecture),
+        moe=_moe(config, architecture, source),
         tied_embeddings=parse_bool(config, "tie_word_embeddings"),
         dtype=parse_dtype(config, source),
         eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
         latent=latent,
+        sparse=_sparse(config, source) if architecture == LARGE_4 else None,
+        final_logit_softcapping=float(config["final_logit_softcapping"]) if architecture == LARGE_4 else None,
         quantization=parse_quantization(config.get("quantization_config"), source),
     )
 
@@ -91,12 +97,13 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     wrapper's default is true.
     """
     text = {key: value for key, value in config["text_config"].items() if value is not None}
-    if (kind := text.get("model_type")) not in WRAPPED_MODELS:
+    wrapper = _architecture_of(config)
+    if (kind := text.get("model_type")) not in WRAPPERS[wrapper]:
         raise CheckpointError(
-            f"{source} describes a {WRAPPER} with a text model of type {kind!r}; supported: {', '.join(WRAPPED_MODELS)}"
+            f"{source} describes a {wrapper} with a text model of type {kind!r}; supported: {', '.join(WRAPPERS[wrapper])}"
         )
     outer = {key: config[key] for key in WRAPPER_KEYS if config.get(key) is not None}
-    own: dict[str, Any] = {"architectures": [WRAPPED_MODELS[kind]]}
+    own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
     if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
         own[TIED] = True
     return {"sliding_window": None} | outer | text | own
@@ -124,7 +131,7 @@ def unsupported_quantization(name: str, source: str) -> CheckpointError:
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str, source: str) -> None:
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in (*SUPPORTED_ARCHITECTURES, LARGE_4):
         raise CheckpointError(f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
@@ -143,25 +150,58 @@ def _latent(config: Mapping[str, Any], source: str) -> LatentArgs:
     """Return the widths of latent attention. Raises CheckpointError if its rotated rows are not stored as pairs."""
     if not config.get("rope_interleave", True):
         raise CheckpointError(f"{source}: rope_interleave is false, and that is not supported, only true")
+    if _architecture_of(config) == LARGE_4:
+        config = {**config, "q_lora_rank": None}
     return LatentArgs(**{field.name: config[field.name] for field in fields(LatentArgs)})
 
 
-def _moe(config: Mapping[str, Any], architecture: str) -> MoeArgs | None:
+def _sparse(config: Mapping[str, Any], source: str) -> SparseArgs:
+    """Return the sparse attention of Mistral Large 4. Raises CheckpointError for layers of another kind.
+
+    An indexer "shared" is that of the last layer before with a "full" one: full, shared, shared, full is 0 0 0 3.
+    """
+    n_layers: int = config["num_hidden_layers"]
+    check_num_layers(n_layers)
+    if unknown := {*(config.get("layer_types") or ())} - {"indexed_attention"}:
+        raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+    kinds = config["indexer_types"]
+    if unknown := {*kinds} - {"full", "shared"}:
+        raise CheckpointError(f"{source}: indexers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+    if kinds[0] != "full":
+        raise CheckpointError(f"{source}: the first layer's indexer is {kinds[0]!r}, and there is none before it to share")
+    sources: list[int] = []
+    for layer, kind in enumerate(kinds):
+        sources.append(layer if kind == "full" else sources[-1])
+    return SparseArgs(
+        rope_layers=tuple(bool(has_rope) for has_rope in config["no_rope_layers"][:n_layers]),  # 1 if it has, despite the name
+        kv_source_layers=tuple(config["kv_source_layers"]),
+        index_source_layers=tuple(sources),
+        **{name: config[name] for name in ("index_n_heads", "index_head_dim", "index_topk")},
+    )
+
+
+def _moe(config: Mapping[str, Any], architecture: str, source: str) -> MoeArgs | None:
     if architecture == MIXTRAL:
         return MoeArgs(config["num_local_experts"], config["num_experts_per_tok"])
-    if architecture not in LATENT:
+    if architecture not in (*LATENT, LARGE_4):
         return None
+    first, is_large_4 = config["first_k_dense_replace"], architecture == LARGE_4
+    if (kinds := config.get("mlp_layer_types")) and is_large_4:
+        first = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+        if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
+            raise CheckpointError(f"{source}: mlp_layer_types has 'dense' after 'sparse' layers, and that is not supported")
     return MoeArgs(
         config["n_routed_experts"],
         config["num_experts_per_tok"],
         expert_dim=config["moe_intermediate_size"],
         n_shared_experts=config["n_shared_experts"],
-        first_k_dense_replace=config["first_k_dense_replace"],
-        scores=LATENT[architecture],
+        first_k_dense_replace=first,
+        scores=LATENT.get(architecture, GateScores.SOFTMAX),
         n_group=config["n_group"],
         topk_group=config["topk_group"],
-        norm_topk_prob=parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),  # without a default
+        norm_topk_prob=is_large_4 or parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),  # no default
         routed_scaling_factor=float(config["routed_scaling_factor"]),
+        float32_gate=architecture != "Mistral4ForCausalLM",
     )
 
 
@@ -208,7 +248,7 @@ def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
 def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
     check_num_layers(config["num_hidden_layers"])
     n_layers: int = config["num_hidden_layers"]
-    if _architecture_of(config) in LATENT:
+    if _architecture_of(config) in (*LATENT, LARGE_4):
         return (None,) * n_layers
     by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
     kinds = config.get("layer_types") or ["sliding_attention"] * n_layers

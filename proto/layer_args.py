@@ -1,8 +1,8 @@
-"""Geometry of what some models' layers have: rotary embedding for longer contexts, latent attention, mixtures of experts."""
+"""Geometry of what some models' layers have: YaRN, latent and sparse attention, mixtures of experts."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tramontane.proto.errors import InvalidModelConfigError
@@ -42,12 +42,14 @@ class LatentArgs:
     q_lora_rank: int | None  # numbers of which the queries of all heads are made; None: they are made of the hidden states
     kv_lora_rank: int
     qk_nope_head_dim: int  # numbers of a query and key that are not rotated
-    qk_rope_head_dim: int  # and that are
+    qk_rope_head_dim: int  # and that are; 0 in layers without rotary embedding
     v_head_dim: int
 
     def __post_init__(self) -> None:
-        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
         check_sizes({name: getattr(self, name) for name in names})
+        if self.qk_rope_head_dim != 0:
+            check_sizes({"qk_rope_head_dim": self.qk_rope_head_dim})
         if self.q_lora_rank is not None:
             check_sizes({"q_lora_rank": self.q_lora_rank})
         if self.qk_rope_head_dim % 2:
@@ -62,6 +64,58 @@ class LatentArgs:
     def cached_dim(self) -> int:
         """Numbers in the cache, per token and layer. Mistral Small 4: 256 + 64."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def without_rotary(self) -> "LatentArgs":
+        """The widths of a layer without rotary embedding, whose queries and keys are as wide. 64 + 64 become 128 + 0."""
+        return replace(self, qk_nope_head_dim=self.qk_head_dim, qk_rope_head_dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseArgs:
+    """Sparse latent attention, as Mistral Large 4 has it (transformers, modeling_mistral_large4.py); an entry for each layer.
+
+    A token attends to the ``index_topk`` earlier ones that an *indexer* finds the most relevant, to all while they are fewer.
+    Layers can use the choice, and also the cache, of an earlier layer. Queries are scaled by head and position, and the rotary
+    frequencies by numbers of the checkpoint.
+    """
+
+    rope_layers: tuple[bool, ...]  # whether its queries and keys are rotated
+    kv_source_layers: tuple[int, ...]  # the layer whose cache it attends to, often its own number
+    index_source_layers: tuple[int, ...]  # the layer whose indexer chooses for it, often its own number
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    def __post_init__(self) -> None:
+        names = ("index_n_heads", "index_head_dim", "index_topk")
+        check_sizes({name: getattr(self, name) for name in names})
+        for name in ("kv_source_layers", "index_source_layers"):
+            sources = getattr(self, name)
+            if len(sources) != len(self.rope_layers):
+                raise InvalidModelConfigError(f"{name} has {len(sources)} entries for {len(self.rope_layers)} layers")
+            for layer, source in enumerate(sources):
+                if not (0 <= source <= layer and sources[source] == source):
+                    raise InvalidModelConfigError(
+                        f"layer {layer} cannot use layer {source} ({name}): it must be itself, or an earlier one that uses itself"
+                    )
+        for layer, source in enumerate(self.kv_source_layers):
+            if self.rope_layers[layer] != self.rope_layers[source]:
+                raise InvalidModelConfigError(
+                    f"layer {layer} cannot use the cache of layer {source}: only one of them has rotary embedding"
+                )
+
+    @property
+    def stage_starts(self) -> frozenset[int]:
+        """Layers with which a stage can begin: neither they nor later ones use an earlier layer's cache or choice.
+
+        Sources 0 1 1 3 3: layers 0, 1 and 3. Layer 2 and layer 4 have to be where their sources are.
+        """
+        oldest, starts = len(self.rope_layers), []
+        for layer in reversed(range(len(self.rope_layers))):
+            oldest = min(oldest, self.kv_source_layers[layer], self.index_source_layers[layer])
+            starts += [layer] * (oldest == layer)
+        return frozenset(starts)
 
 
 class GateScores(StrEnum):
@@ -90,6 +144,7 @@ class MoeArgs:
     topk_group: int = 1
     norm_topk_prob: bool = True  # whether the weights of a token's experts are divided by their sum
     routed_scaling_factor: float = 1.0  # multiplies the weights of a token's experts
+    float32_gate: bool = False  # whether logits of experts are computed in float32 whatever the dtype of the model
 
     def __post_init__(self) -> None:
         numbers = ("num_experts", "num_experts_per_tok", "n_group", "topk_group")

@@ -3,8 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 
-from tramontane.proto.errors import InvalidModelConfigError
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling, check_positive, check_sizes
+from tramontane.proto.errors import InvalidModelConfigError, PlanError
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling, check_positive, check_sizes
 
 MAX_LAYERS = 1024  # a larger number can only come from a damaged file
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -67,6 +67,8 @@ class ModelArgs:
     eos_token_ids: tuple[int, ...] = ()
     rope_scaling: YarnScaling | None = None
     latent: LatentArgs | None = None
+    sparse: SparseArgs | None = None  # of latent attention
+    final_logit_softcapping: float | None = None  # c: logits x become c tanh(x / c)
     # Of the checkpoint's matrices in layers, with one scale for each; the embeddings and the head have ``dtype``.
     quantization: Quantization | None = None
 
@@ -82,16 +84,74 @@ class ModelArgs:
             raise InvalidModelConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         for name in ("norm_eps", "rope_theta"):
             check_positive(name, getattr(self, name))
+        if self.final_logit_softcapping is not None:
+            check_positive("final_logit_softcapping", self.final_logit_softcapping)
         if len(self.windows) != self.n_layers:
             raise InvalidModelConfigError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
+        if self.sparse:
+            self._check_sparse(self.sparse)
         check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
         if outside := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
             raise InvalidModelConfigError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
+
+    def _check_sparse(self, sparse: SparseArgs) -> None:
+        if self.latent is None or self.latent.q_lora_rank is not None or any(self.windows):
+            raise InvalidModelConfigError("sparse attention is latent, without windows, and makes queries of hidden states")
+        if len(sparse.rope_layers) != self.n_layers:
+            raise InvalidModelConfigError(f"{len(sparse.rope_layers)} layers of sparse attention are given for {self.n_layers}")
+        if self.latent.qk_rope_head_dim > sparse.index_head_dim:
+            raise InvalidModelConfigError(
+                f"qk_rope_head_dim is {self.latent.qk_rope_head_dim}; index_head_dim, {sparse.index_head_dim}, must not be less"
+            )
 
     @property
     def rotary_dim(self) -> int:
         """Numbers of a query and key that are rotated."""
         return self.latent.qk_rope_head_dim if self.latent else self.head_dim
+
+    def latent_of(self, layer: int) -> LatentArgs:
+        """Return the widths of latent attention in a layer. Only those without rotary embedding differ from the model's."""
+        assert self.latent is not None
+        return self.latent if self.sparse is None or self.sparse.rope_layers[layer] else self.latent.without_rotary
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose cache a layer attends to."""
+        return self.sparse.kv_source_layers[layer] if self.sparse else layer
+
+    def index_source(self, layer: int) -> int | None:
+        """Return the layer whose indexer chooses what a layer attends to, None if it attends to all that its window has."""
+        return self.sparse.index_source_layers[layer] if self.sparse else None
+
+    @property
+    def layer_groups(self) -> tuple[range, ...]:
+        """Runs of layers that have to be in the same stage: of one layer each, unless layers use the cache or choice of others.
+
+        Where stages can begin with layers 0, 1 and 3 of 5: 0, 1-2, 3-4.
+        """
+        starts = sorted(self.sparse.stage_starts) if self.sparse else list(range(self.n_layers))
+        return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], self.n_layers], strict=True))
+
+    def check_num_stages(self, num_stages: int, what: str) -> None:
+        """Raise PlanError, which begins with ``what``, if the layers cannot be divided into so many stages."""
+        groups = self.layer_groups
+        if num_stages <= len(groups):
+            return
+        if len(groups) == self.n_layers:
+            raise PlanError(f"{what}, but the model has only {self.n_layers} layers; no stage may be empty")
+        largest = max(groups, key=len)
+        raise PlanError(
+            f"{what}, but the model's {self.n_layers} layers can form only {len(groups)} stages: those that use the key/value "
+            f"cache or the indexer of another layer must be in its stage, such as layers {largest.start} to {largest.stop - 1}"
+        )
+
+    def cached_numbers(self, layer: int) -> int:
+        """Return the numbers that a layer caches per token.
+
+        Mistral 7B: keys and values of 8 heads of 128. Mistral Large 4: a latent vector of 576, and 128 of the indexer's key.
+        """
+        keys_and_values = (1 if self.latent else 2) * self.n_kv_heads * self.head_dim * (self.kv_source(layer) == layer)
+        index = self.sparse.index_head_dim if self.sparse and self.index_source(layer) == layer else 0
+        return keys_and_values + index
 
     @property
     def moe_layers(self) -> range:
@@ -115,23 +175,31 @@ class ModelArgs:
 
     def _count_parameters(self, num_experts: int) -> int:
         """Count with so many experts per layer that has some. Mixtral 8x7B: 46.7 billion with 8, and 12.9 with 2."""
-        layers = self.n_layers * (self._attention_parameters() + 2 * self.dim)
+        layers = sum(self._attention_parameters(layer) + 2 * self.dim for layer in range(self.n_layers))
         layers += (self.n_layers - len(self.moe_layers)) * 3 * self.dim * self.hidden_dim
         if self.moe:
             experts = 3 * self.dim * self.expert_dim * (num_experts + self.moe.n_shared_experts)
             biases = self.moe.num_experts if self.moe.scores is GateScores.SIGMOID else 0
             layers += len(self.moe_layers) * (experts + self.dim * self.moe.num_experts + biases)
-        return layers + (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim + self.dim
+        frequencies = self.rotary_dim // 2 if self.sparse else 0
+        return layers + (1 if self.tied_embeddings else 2) * self.vocab_size * self.dim + self.dim + frequencies
 
-    def _attention_parameters(self) -> int:
+    def _attention_parameters(self, layer: int) -> int:
         if self.latent is None:
             return 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        latent, q_width = self.latent, self.n_heads * self.latent.qk_head_dim
-        rank = latent.q_lora_rank
+        latent = self.latent_of(layer)
+        rank, q_width = latent.q_lora_rank, self.n_heads * latent.qk_head_dim
         queries = self.dim * q_width if rank is None else self.dim * rank + rank + rank * q_width
-        keys = self.dim * latent.cached_dim + latent.kv_lora_rank
+        keys = (self.dim * latent.cached_dim + latent.kv_lora_rank) * (self.kv_source(layer) == layer)
         heads = self.n_heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank
-        return queries + keys + heads + self.dim * self.n_heads * latent.v_head_dim
+        total = queries + keys + heads + self.dim * self.n_heads * latent.v_head_dim
+        return total + (2 * self.n_heads + self._indexer_parameters(layer) if self.sparse else 0)
+
+    def _indexer_parameters(self, layer: int) -> int:
+        if self.sparse is None or self.index_source(layer) != layer:
+            return 0
+        heads, width = self.sparse.index_n_heads, self.sparse.index_head_dim
+        return self.dim * (heads * width + width + heads) + 2 * (self.dim + width + heads)
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:

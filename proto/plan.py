@@ -54,9 +54,9 @@ def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
     return min(-(-(window - 1) // page_size) + 1, all_pages)
 
 
-def kv_bytes_per_position(args: ModelArgs, dtype: str) -> int:
-    """Return the bytes of one position's key and value in one layer; with latent attention they are the same numbers."""
-    return (1 if args.latent else 2) * args.n_kv_heads * args.head_dim * DTYPE_BYTES[dtype]
+def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0) -> int:
+    """Return the bytes that one position takes in a layer's cache. All layers are alike, unless attention is sparse."""
+    return args.cached_numbers(layer) * DTYPE_BYTES[dtype]
 
 
 # ---- experts outside the stages
@@ -178,9 +178,11 @@ class StagePlan:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the key/value cache of all layers of the stage."""
-        page_bytes = kv_bytes_per_position(self.args, self.dtype) * self.cache.page_size
-        pages = (self.cache.classes[self.cache.class_of(self.args.windows[layer])].num_pages for layer in self.layers)
-        return sum(pages) * page_bytes
+        return self.cache.page_size * sum(
+            self.cache.classes[self.cache.class_of(self.args.windows[layer])].num_pages
+            * kv_bytes_per_position(self.args, self.dtype, layer)
+            for layer in self.layers
+        )
 
 
 @dataclass(frozen=True, slots=True)

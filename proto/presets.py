@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs, Quantization
 
 _7B_V1 = ModelArgs(
@@ -84,6 +84,34 @@ _SMALL_4 = ModelArgs(
     quantization=Quantization.FP8,
 )
 
+# The defaults of transformers' configuration: a layer in four has no rotary embedding, and every layer an indexer of its own.
+_LARGE_4 = replace(
+    _SMALL_4,
+    dim=6144,
+    n_layers=72,
+    head_dim=576,
+    hidden_dim=24_576,
+    n_heads=64,
+    norm_eps=1e-5,
+    vocab_size=204_800,
+    rope_theta=1e4,
+    max_seq_len=1_048_576,
+    windows=_FULL * 72,
+    moe=replace(_LATENT_GATE, expert_dim=6144, first_k_dense_replace=1, float32_gate=True),
+    rope_scaling=YarnScaling(factor=2048.0, original_max_seq_len=512),
+    latent=LatentArgs(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128),
+    sparse=SparseArgs(
+        rope_layers=(True, True, True, False) * 18,
+        kv_source_layers=tuple(range(72)),
+        index_source_layers=tuple(range(72)),
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=2048,
+    ),
+    final_logit_softcapping=30.0,
+    quantization=None,
+)
+
 # Language models. Those since Mistral Small 3.1 are published with an encoder of images, which is not counted here.
 PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
     {
@@ -146,6 +174,7 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
             rope_scaling=YarnScaling(factor=36.0, original_max_seq_len=8192, llama4_beta=0.1),
             latent=LatentArgs(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         ),
+        "mistral-large-4-1t": _LARGE_4,
     }
 )
 
@@ -166,6 +195,7 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
     n_layers = args.n_layers // 8
     windows = (None if window is None else window // 256 for window in args.windows[:n_layers])
     latent = args.latent and LatentArgs(**{key: width and width // 8 for key, width in asdict(args.latent).items()})
+    sparse = args.sparse and _tiny_sparse(args.sparse, n_layers)
     return replace(
         args,
         dim=args.dim // 64,
@@ -179,4 +209,17 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
         windows=tuple(windows),
         moe=args.moe and replace(args.moe, expert_dim=args.moe.expert_dim // 64),
         latent=latent,
+        sparse=sparse,
+    )
+
+
+def _tiny_sparse(sparse: SparseArgs, n_layers: int) -> SparseArgs:
+    """Shrink the indexer: 1/4 of the heads, 1/8 of their width, 1/64 of the keys, like the context."""
+    names = ("rope_layers", "kv_source_layers", "index_source_layers")
+    return replace(
+        sparse,
+        **{name: getattr(sparse, name)[:n_layers] for name in names},
+        index_n_heads=sparse.index_n_heads // 4,
+        index_head_dim=sparse.index_head_dim // 8,
+        index_topk=sparse.index_topk // 64,
     )

@@ -14,7 +14,7 @@ from harness import random_ids, run_answers, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain, without_experts
-from tiny_models import latent_args, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.layer_args import MoeArgs
@@ -32,6 +32,7 @@ KINDS = {
     "interleaved": replace(tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=200), **WIDE),  # type: ignore[arg-type]
     "dense": replace(tiny_args(n_layers=4, window=None, moe=False, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
     "latent": replace(latent_args(n_layers=4, max_seq_len=200), **WIDE),  # type: ignore[arg-type]
+    "sparse": replace(sparse_args(max_seq_len=200), **WIDE),  # type: ignore[arg-type]
     "latent, sigmoid": replace(latent_args(n_layers=4, max_seq_len=200, is_sigmoid=True), **WIDE),  # type: ignore[arg-type]
 }
 
@@ -189,7 +190,7 @@ def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
     lengths=LENGTHS,
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["mixtral", "three experts", "latent, sigmoid"])
+@pytest.mark.parametrize("kind", ["mixtral", "three experts", "latent, sigmoid", "sparse"])
 def test_experts_on_actors(
     folders: dict[str, Path], kind: str, dtype: str, num_actors: int, replicas: int, stages: int, budget: int, lengths: list[int]
 ) -> None:

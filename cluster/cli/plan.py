@@ -72,11 +72,7 @@ def plan(
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
-    if len(budgets) > args.n_layers:
-        per_gpu = settings.stages_per_gpu
-        many = f"{len(budgets) // per_gpu} GPUs{f' of {per_gpu} stages' if per_gpu > 1 else ''}"
-        many = many if has_gpus else f"{len(budgets)} stages"
-        raise PlanError(f"{many} are too many: the model has {args.n_layers} layers, and no stage may be empty")
+    args.check_num_stages(len(budgets), _describe_stages(len(budgets), settings.stages_per_gpu, has_gpus))
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
     request = PlanRequest(
@@ -100,6 +96,12 @@ def plan(
     _show(console, str(model), args, pipeline, budgets, times)
     if experts is not None:
         _show_experts(console, experts)
+
+
+def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:
+    """Return ``8 GPUs would be 16 stages``."""
+    what = f"{num_stages // per_gpu} GPUs would be {num_stages} stages"
+    return what if has_gpus else f"there would be {num_stages} stages"
 
 
 def _settings(context: typer.Context) -> EngineConfig:

@@ -27,14 +27,14 @@ class CapacityRow:
 def stage_capacity(stage: StagePlan, budget: StageBudget, page_size: int) -> list[CapacityRow]:
     """Return one row per length of LENGTHS, up to the model's context."""
     args, free = stage.args, budget.usable - stage.packed_bytes
-    page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
+    page_bytes = {layer: kv_bytes_per_position(args, stage.dtype, layer) * page_size for layer in stage.layers}
 
-    def count(length: int, windows: list[int | None]) -> int:
-        return free // (sum(ring_pages(window, page_size, length) for window in windows) * page_bytes)
+    def count(length: int, windows: Sequence[int | None]) -> int:
+        return free // sum(ring_pages(windows[layer], page_size, length) * size for layer, size in page_bytes.items())
 
-    windows: list[int | None] = [args.windows[layer] for layer in stage.layers]
+    no_windows = (None,) * args.n_layers
     lengths = [length for length in LENGTHS if length <= args.max_seq_len]
-    return [CapacityRow(length, count(length, windows), count(length, [None] * len(windows))) for length in lengths]
+    return [CapacityRow(length, count(length, args.windows), count(length, no_windows)) for length in lengths]
 
 
 def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
@@ -75,7 +75,7 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
     fixes = []
     num_gpus = -(-request.num_stages // per_gpu)
     smallest = min(request.budgets, key=lambda budget: budget.memory)
-    counts = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
+    counts = range((num_gpus + 1) * per_gpu, len(args.layer_groups) + 1, per_gpu)
     num_stages = next((n for n in counts if is_feasible(args, replace(request, budgets=(smallest,) * n))), None)
     if num_stages is not None:
         fixes.append(f"{num_stages // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")

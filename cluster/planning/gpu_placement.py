@@ -25,7 +25,7 @@ class GpuSlot:
 
 
 def placement_candidates(
-    config: EngineConfig, n_layers: int, hardware: Hardware, cluster: Hardware | None = None
+    config: EngineConfig, max_stages: int, hardware: Hardware, cluster: Hardware | None = None
 ) -> list[tuple[GpuSlot, ...]]:
     """Return the candidates for the slots of a pipeline's stages, in order.
 
@@ -34,7 +34,7 @@ def placement_candidates(
     """
     hardware.check_threads(config.threads_per_stage)
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
-    num_stages = _num_stages(config, n_layers, hardware)
+    num_stages = _num_stages(config, max_stages, hardware)
     num_slots = -(-num_stages // per_slot)
     num_all = num_slots * config.max_pipelines
     if not hardware.gpus or config.local:
@@ -144,7 +144,7 @@ def _slot_of_kind(kind: Sequence[Gpu]) -> GpuSlot:
     return GpuSlot(budget, tuple(sorted({gpu.node for gpu in kind})))
 
 
-def _num_stages(config: EngineConfig, n_layers: int, hardware: Hardware) -> int:
+def _num_stages(config: EngineConfig, max_stages: int, hardware: Hardware) -> int:
     """Return ``--stages``, or else what fills the GPUs; lists of values for GPUs give their number."""
     per_slot = hardware.stages_per_slot(config.stages_per_gpu)
     lists = {"gpu-memory": config.gpu_memory, "gpu-speed": config.gpu_speed}
@@ -156,7 +156,7 @@ def _num_stages(config: EngineConfig, n_layers: int, hardware: Hardware) -> int:
         conflict = " and ".join(f"{name} is for {count} {what}" for name, count in counts.items())
         raise ConfigError(f"{conflict}; give one value for all {what}, or one for each")
     if config.stages or not counts:
-        return config.stages or min(hardware.default_stage_count(config.max_pipelines) * per_slot, n_layers)
+        return config.stages or min(hardware.default_stage_count(config.max_pipelines) * per_slot, max_stages)
     return next(iter(counts.values())) * per_slot
 
 

@@ -50,7 +50,7 @@ def _best_stages(
     No plan is faster than the model's cost divided by the sum of its stages' speeds, so most candidates need no planning:
     once a plan takes 10, candidates with speeds 2 and 2 are of no use to a model of cost 40.
     """
-    candidates = placement_candidates(config, args.n_layers, hardware, cluster)
+    candidates = placement_candidates(config, len(args.layer_groups), hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
     for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):  # stable: of equals, the largest GPUs first

@@ -14,7 +14,8 @@ from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
-from tramontane.workers.weights.tensor_specs import TensorSpec, embedding_tensor, head_tensors, layer_tensors
+from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import embedding_tensor, head_tensors, layer_tensors
 
 SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
 MEMORY_SHARE = 0.9  # of a stage's memory; the rest is for activations and the runtime
@@ -64,9 +65,10 @@ def is_feasible(args: ModelArgs, request: PlanRequest) -> bool:
 
     It does far less work, unless ``kv_cache_memory`` is given, whose check depends on the split.
     """
-    if request.num_stages > args.n_layers or request.max_model_len > args.max_seq_len:
+    groups = args.layer_groups
+    if request.num_stages > len(groups) or request.max_model_len > args.max_seq_len:
         return False
-    if not is_splittable(args.n_layers, request.num_stages, _fits(request, _StageFootprint(args, request))):
+    if not is_splittable(len(groups), request.num_stages, _fits(request, _StageFootprint(args, request), groups)):
         return False
     if request.kv_cache_memory is None:
         return True
@@ -83,8 +85,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit), or ConfigError if
     ``max_model_len`` exceeds the model's context.
     """
-    if request.num_stages > args.n_layers:
-        raise PlanError(f"--stages is {request.num_stages}, but the model has only {args.n_layers} layers; no stage may be empty")
+    args.check_num_stages(request.num_stages, f"--stages is {request.num_stages}")
     if request.max_model_len > args.max_seq_len:
         raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
     footprint = _StageFootprint(args, request)
@@ -148,12 +149,13 @@ class _StageFootprint:
     def __init__(self, args: ModelArgs, request: PlanRequest) -> None:
         self._args, self._request = args, request
         self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
-        page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
         layers = [tuple(layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in range(args.n_layers)]
         head = tuple(head_tensors(args))
         self._weights = [0, *accumulate(self._num_bytes(*specs) for specs in layers)]
         self._padding = [0, *accumulate(self._num_padding_bytes(*specs) for specs in layers)]
-        self._one_sequence = [0, *accumulate(self.rings[window] * page_bytes for window in args.windows)]
+        page_bytes = (kv_bytes_per_position(args, request.dtype, n) * request.page_size for n in range(args.n_layers))
+        pages = (self.rings[window] for window in args.windows)
+        self._one_sequence: list[int] = [0, *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True))]
         self._embedding = self._num_bytes(embedding_tensor(args))
         self._head, self._head_padding = self._num_bytes(*head), self._num_padding_bytes(*head)
 
@@ -187,16 +189,24 @@ class _StageFootprint:
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
-    costs = layer_costs(args, request.experts_inside, request.measured)
+    """Divide the layers, in groups that stay together, by their costs and the stages' speeds."""
+    by_layer, groups = layer_costs(args, request.experts_inside, request.measured), args.layer_groups
+    costs = [sum(by_layer[layer] for layer in group) for group in groups]
     speeds = [budget.speed for budget in request.budgets]
-    spans = split_layers(costs, speeds, _fits(request, footprint))
+    spans = split_layers(costs, speeds, _fits(request, footprint, groups))
     if spans is None:
-        raise TooLittleMemoryError(_memory_error(split_layers(costs, speeds) or [], request, footprint))
-    return spans
+        fastest = [_layers_of(span, groups) for span in split_layers(costs, speeds) or []]
+        raise TooLittleMemoryError(_memory_error(fastest, request, footprint))
+    return [_layers_of(span, groups) for span in spans]
 
 
-def _fits(request: PlanRequest, footprint: _StageFootprint) -> FitsPredicate:
-    return lambda stage, span: footprint.minimum_bytes(span) <= request.budgets[stage].usable
+def _layers_of(span: range, groups: Sequence[range]) -> range:
+    """Return the layers of consecutive groups. Groups 1 and 2 of 0, 1-2, 3-4: 1-4."""
+    return range(groups[span.start].start, groups[span.stop - 1].stop)
+
+
+def _fits(request: PlanRequest, footprint: _StageFootprint, groups: Sequence[range]) -> FitsPredicate:
+    return lambda stage, span: footprint.minimum_bytes(_layers_of(span, groups)) <= request.budgets[stage].usable
 
 
 def _memory_error(spans: list[range], request: PlanRequest, footprint: _StageFootprint) -> str:

@@ -33,7 +33,8 @@ from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_reader import ReadRows, open_reader, read_mapped_rows
-from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 EXTRA_LIMIT = 512 * 2**20  # chunks as stored, reordered, and in float32; independent of the number of layers
 TARGETS: dict[str, tuple[str, Quantization | None]] = {

@@ -22,7 +22,8 @@ from transformers import (
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.weights.config_writer import to_mistral_params
 from tramontane.workers.weights.tensor_names import is_vision, unwrapped_name
-from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
+from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
@@ -73,6 +73,27 @@ def latent_args(*, n_layers: int = 8, max_seq_len: int = 1024, is_sigmoid: bool 
     )
 
 
+def sparse_args(*, max_seq_len: int = 1024) -> ModelArgs:
+    """Return a geometry with sparse attention, of which stages can begin with layers 0, 1, 2 and 4."""
+    base = latent_args(n_layers=5, max_seq_len=max_seq_len)
+    assert base.latent is not None
+    return replace(
+        base,
+        latent=replace(base.latent, q_lora_rank=None),
+        moe=base.moe and replace(base.moe, float32_gate=True),
+        rope_scaling=YarnScaling(factor=8.0, original_max_seq_len=32),
+        sparse=SparseArgs(
+            rope_layers=(True, False, True, True, True),
+            kv_source_layers=(0, 1, 2, 2, 4),
+            index_source_layers=(0, 1, 2, 2, 4),
+            index_n_heads=7,
+            index_head_dim=22,
+            index_topk=21,
+        ),
+        final_logit_softcapping=20.0,
+    )
+
+
 def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
     """Return a complete model in float32, with weights large enough that its logits differ clearly."""
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +102,9 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
         if parameter.dim() == 2:
             std = 1.0 if "tok_embeddings" in name else 1.2 / parameter.shape[1] ** 0.5
             parameter.data = torch.randn(parameter.shape, generator=generator) * std
-    for buffer in model.buffers():  # of gates
+        elif name.endswith("head_scaling.scale"):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    for buffer in model.buffers():  # of gates, and of rotary frequencies
         buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     if args.tied_embeddings:
         assert model.output is not None

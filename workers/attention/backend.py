@@ -1,6 +1,7 @@
 """Attention over the rolling cache: its mask, the protocols of kernels, and their use for one micro-batch.
 
-Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
+Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim. Sparse attention:
+n tokens and S keys of one sequence, K chosen keys, N rows of a cache, I heads of an indexer, i width of its queries and keys.
 """
 
 from dataclasses import dataclass
@@ -47,12 +48,31 @@ class DecodeKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """Cache rows [T, K] (int32) that each token attends to: the first ``counts_T`` of them, in the order of positions."""
+
+    rows_TK: Tensor
+    counts_T: Tensor
+
+
+class SparseKernels(Protocol):
+    """The scores of an indexer, and attention to chosen keys."""
+
+    def score(self, q_nIi: Tensor, weights_nI: Tensor, keys_Ni: Tensor, rows_S: Tensor) -> Tensor:
+        """Compute scores [n, S] in float32: the sums over heads of weight * relu(query key)."""
+
+    def attend(self, q_THd: Tensor, cached: LayerCache, chosen: ChosenKeys) -> Tensor:
+        """Compute the output [T, H, d] of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionKernels:
     """Kernels of a stage: one for chunks of several tokens, one for single tokens."""
 
     prefill: PrefillKernel
     decode: DecodeKernel
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
+    sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
 
 
 class CachedAttention:
@@ -63,8 +83,11 @@ class CachedAttention:
         self.prefill_masks = [p and kernels.prefill.build_mask(p) for p in index.prefill]
         self.decode_masks = [d and kernels.decode.build_mask(d) for d in index.decode]
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor | None, v_TGd: Tensor | None, index: object = None, /) -> Tensor:
         """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d]."""
+        assert index is None
+        assert k_TGd is not None
+        assert v_TGd is not None
         split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
         outs = []
         if (prefill := self.index.prefill[window_class]) is not None:

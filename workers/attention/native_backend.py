@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import StagePlan
-from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.backend import AttentionKernels, ChosenKeys
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache, page_table
 from tramontane.workers.device.native_library import compile_library
 
 SOURCE = Path(__file__).with_name("attention.c")
+INDEX_SOURCE = Path(__file__).with_name("index_scores.c")
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 NO_WINDOW = 2**62  # more than any position
 
@@ -34,7 +36,8 @@ def native_kernels(plan: StagePlan) -> AttentionKernels:
     """Compile the kernels of a stage. Raises CompilerError."""
     args = plan.args
     geometry = (args.head_dim, args.n_heads // args.n_kv_heads, plan.cache.page_size, plan.dtype)
-    return AttentionKernels(NativePrefill(*geometry), NativeDecode(*geometry), is_batch_invariant=True)
+    sparse = NativeSparse(args, plan.dtype) if args.sparse else None
+    return AttentionKernels(NativePrefill(*geometry), NativeDecode(*geometry), is_batch_invariant=True, sparse=sparse)
 
 
 class NativePrefill:
@@ -80,13 +83,40 @@ class NativeDecode:
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: NativeMask) -> Tensor:
         """Compute the output [B, H, d]."""
         assert mask.pages_BN is not None
+        return self.attend_pages(q_BHd, cached, mask.positions, mask.pages_BN, mask.window)
+
+    def attend_pages(self, q_BHd: Tensor, cached: LayerCache, positions_B: Tensor, pages_BN: Tensor, window: int) -> Tensor:
+        """Attend to pages [B, N] (int32), of which the token at a position sees those of its window."""
         out_BHd = torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
         q_BHd = _heads_together(q_BHd)
         inputs = (q_BHd.data_ptr(), q_BHd.stride(0), cached.k_NGd.data_ptr(), cached.v_NGd.data_ptr())
-        tables = (mask.pages_BN.data_ptr(), mask.positions.data_ptr())
-        sizes = (len(q_BHd), cached.k_NGd.shape[1], mask.pages_BN.shape[1], mask.window)
+        tables = (pages_BN.data_ptr(), positions_B.data_ptr())
+        sizes = (len(q_BHd), cached.k_NGd.shape[1], pages_BN.shape[1], window)
         self._attend(*inputs, *tables, out_BHd.data_ptr(), *sizes, torch.get_num_threads())
         return out_BHd
+
+
+class NativeSparse:
+    """The ``SparseKernels`` in C. Chosen keys are attended to as a sequence's keys in pages of one row. Raises CompilerError."""
+
+    def __init__(self, args: ModelArgs, dtype: str) -> None:
+        assert args.sparse is not None
+        heads, width = args.sparse.index_n_heads, args.sparse.index_head_dim
+        library = compile_library(INDEX_SOURCE, dtype, HEADS=heads, DIM=width)
+        self._score = ctypes.CFUNCTYPE(None, *[POINTER] * 5, SIZE, SIZE, ctypes.c_int)(("score_keys", library))
+        self._rows = NativeDecode(args.head_dim, args.n_heads // args.n_kv_heads, 1, dtype)
+
+    def score(self, q_nIi: Tensor, weights_nI: Tensor, keys_Ni: Tensor, rows_S: Tensor) -> Tensor:
+        """See ``SparseKernels``."""
+        q_nIi, weights_nI, rows_S = q_nIi.contiguous(), weights_nI.contiguous(), rows_S.contiguous()
+        scores_nS = torch.empty(len(q_nIi), len(rows_S))
+        tensors = (q_nIi, weights_nI, keys_Ni, rows_S, scores_nS)
+        self._score(*(each.data_ptr() for each in tensors), *scores_nS.shape, torch.get_num_threads())
+        return scores_nS
+
+    def attend(self, q_THd: Tensor, cached: LayerCache, chosen: ChosenKeys) -> Tensor:
+        """See ``SparseKernels``."""
+        return self._rows.attend_pages(q_THd, cached, (chosen.counts_T - 1).contiguous(), chosen.rows_TK.contiguous(), NO_WINDOW)
 
 
 def _heads_together(heads: Tensor) -> Tensor:

@@ -140,12 +140,8 @@ class LayerCache:
         cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, values_are_keys: bool = False
     ) -> "LayerCache":
         """Allocate a cache of zeros, [N, G, d]. On a CPU rows take memory from when they are first written."""
-
-        def allocate() -> Tensor:
-            return _untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-
-        keys_NGd = allocate()
-        return cls(keys_NGd, keys_NGd if values_are_keys else allocate())
+        keys_NGd = _zeros(shape, dtype, device)
+        return cls(keys_NGd, keys_NGd if values_are_keys else _zeros(shape, dtype, device))
 
     @property
     def values_are_keys(self) -> bool:
@@ -165,22 +161,35 @@ class LayerCache:
             self.v_NGd.index_copy_(0, rows, v_TGd)
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in pages that the system maps to memory when they are written; ``torch.zeros`` would write them all."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU in pages that the system maps to memory when they are written; ``torch.zeros`` would write all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
 class RollingCache:
-    """One ``LayerCache`` per layer of the stage, by global layer number. ``has_scratch`` adds a page for padding."""
+    """One ``LayerCache`` per layer of the stage, by global layer number, and the keys of its indexers.
+
+    A layer that uses another's cache has the same object. ``index_keys`` [N, i] have the same rows. ``has_scratch`` adds a page
+    for padding.
+    """
 
     def __init__(self, plan: StagePlan, dtype: torch.dtype, device: torch.device, has_scratch: bool = False) -> None:
-        self.class_of = {layer: plan.cache.class_of(plan.args.windows[layer]) for layer in plan.layers}
+        args = plan.args
+        self.class_of = {layer: plan.cache.class_of(args.windows[layer]) for layer in plan.layers}
         self.layers: dict[int, LayerCache] = {}
+        self.index_keys: dict[int, Tensor] = {}
         for layer, window_class in self.class_of.items():
             num_rows = (plan.cache.classes[window_class].num_pages + has_scratch) * plan.cache.page_size
-            shape = (num_rows, plan.args.n_kv_heads, plan.args.head_dim)
-            self.layers[layer] = LayerCache.zeros(shape, dtype, device, values_are_keys=plan.args.latent is not None)
+            if (source := args.kv_source(layer)) in self.layers:
+                self.layers[layer] = self.layers[source]
+            else:
+                shape = (num_rows, args.n_kv_heads, args.head_dim)
+                self.layers[layer] = LayerCache.zeros(shape, dtype, device, values_are_keys=args.latent is not None)
+            if args.sparse and args.index_source(layer) == layer:
+                self.index_keys[layer] = _zeros((num_rows, args.sparse.index_head_dim), dtype, device)
 
 
 # ---- page tables: input of kernels that read pages in place

@@ -19,7 +19,8 @@ from tramontane.workers.kernels.row_products import RowProducts, set_row_product
 from tramontane.workers.model.layers import FeedForward, set_fused_ops
 from tramontane.workers.model.moe import ExpertSet, run_experts
 from tramontane.workers.weights.loader import load_module
-from tramontane.workers.weights.tensor_specs import ProgressCallback, expert_tensors
+from tramontane.workers.weights.tensor_spec import ProgressCallback
+from tramontane.workers.weights.tensor_specs import expert_tensors
 
 
 class ExpertCall(NamedTuple):

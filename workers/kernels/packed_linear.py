@@ -124,17 +124,21 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, dtype: torch.dtype, matrix_dtype: torch.dtype) -> dict[str, PackedMatmul]:
     """Replace the linear layers of a model by packed ones, whose weights are loaded later, or log once why they stay.
 
-    ``matrix_dtype``: of weights that are not quantized. Those that a module names in ``not_packed`` stay as they are.
+    ``matrix_dtype``: of weights that are not quantized. Those that a module names in ``not_packed`` stay as they are, and those
+    in ``in_float32`` have that dtype, like what they are multiplied by.
 
     Returns, by name, the weights that have to be packed while they are loaded.
     """
     packed: dict[str, PackedMatmul] = {}
     for name, layer in list(model.named_modules()):
         parent, _, own_name = name.rpartition(".")
-        is_packed = own_name not in getattr(model.get_submodule(parent), "not_packed", ())
+        owner = model.get_submodule(parent)
+        is_packed = own_name not in getattr(owner, "not_packed", ())
         if is_packed and isinstance(layer, (Linear, QuantizedLinear)):
             if isinstance(layer, QuantizedLinear):
                 matmul = packed_matmul(dtype, layer.weight.dtype, layer.int8_activations)
+            elif own_name in getattr(owner, "in_float32", ()):
+                matmul = packed_matmul(torch.float32, torch.float32)
             else:
                 matmul = packed_matmul(dtype, matrix_dtype)
             if matmul is not None:

@@ -52,7 +52,9 @@ def find_row_dependence(model: nn.Module, dtype: torch.dtype, device: torch.devi
     """Try every shape of the model's matrices; return which product has other bits among fewer tokens, or nothing."""
     for layer in _one_of_each_shape(model):
         num_outputs, num_inputs = _shape(layer)
-        x_TK = torch.randn(NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        x_TK = torch.randn(NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0)).to(
+            device, _input_dtype(layer, dtype)
+        )
         if count := differing_row_count(layer, x_TK):
             matrix = f"a matrix of {num_outputs} x {num_inputs}"
             return f"the product of {count} of {len(x_TK)} tokens and {matrix} has other bits than among all of them"
@@ -69,10 +71,16 @@ def differing_row_count(compute: Callable[[Tensor], Tensor], x_TK: Tensor) -> in
     return 0
 
 
+def _input_dtype(layer: Matrix, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what a matrix multiplies: the model's, unless the matrix alone is in float32."""
+    matrix_dtype = layer.matmul.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+    return torch.float32 if matrix_dtype == torch.float32 else dtype
+
+
 def _one_of_each_shape(model: nn.Module) -> Iterator[Matrix]:
     seen = set()
     for layer in model.modules():
-        if isinstance(layer, Matrix) and (kind := (type(layer), _shape(layer))) not in seen:
+        if isinstance(layer, Matrix) and (kind := (type(layer), layer.weight.dtype, _shape(layer))) not in seen:
             seen.add(kind)
             yield layer
 

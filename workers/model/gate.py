@@ -26,16 +26,18 @@ class Gate(nn.Module):
     """The gate of one layer, see ``GateScores``. ``bias`` is added to scores by which experts are chosen, not to weights."""
 
     bias: Tensor | None
+    in_float32: frozenset[str]  # matrices that are in float32 whatever the dtype of the model
 
     def __init__(self, dim: int, moe: MoeArgs) -> None:
         super().__init__()
         self.moe, self.num_experts, self.top_k = moe, moe.num_experts, moe.num_experts_per_tok
         self.scores = Linear(dim, moe.num_experts)
+        self.in_float32 = frozenset({"scores"} if moe.float32_gate else ())
         self.register_buffer("bias", torch.empty(moe.num_experts) if moe.scores is GateScores.SIGMOID else None)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] and weights [T, k]."""
-        logits_TE = self.scores(x_TD)
+        logits_TE = self.scores(x_TD.float() if self.in_float32 else x_TD)
         if self.moe.scores is GateScores.LOGITS:
             logits_Tk, expert_ids_Tk = torch.topk(logits_TE, self.top_k, dim=-1)
             return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)

@@ -3,7 +3,7 @@
 Shape letters: T tokens of a micro-batch in one packed row, D model width, H query heads, G key/value heads, d head_dim.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -12,8 +12,20 @@ from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.rotary import RotaryTables
 
-# (layer, q_THd, k_TGd, v_TGd) -> attended values THd
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """What attends to a cache, in which it puts a micro-batch's own keys and values."""
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor | None,
+        v_TGd: Tensor | None,
+        index: tuple[Tensor, Tensor, Tensor] | None = None,
+        /,
+    ) -> Tensor:
+        """Return attended values [T, H, d]. Without keys those of another layer are used; ``index``: see ``IndexInputs``."""
 
 
 class GroupedQueryAttention(nn.Module):

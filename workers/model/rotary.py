@@ -19,11 +19,16 @@ BLOCK_POSITIONS = 1024  # whose tables are computed at a time
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """Cosines and sines of T tokens; ``query_scale_T`` is None if queries are not scaled by position."""
+    """Cosines and sines of T tokens, and what queries are scaled by: all heads alike, or each with a weight of its own.
+
+    ``query_scale_T`` is None if the model does not scale queries by position, ``log_position_T``, the logarithms of
+    position + 1, if it does not scale each head.
+    """
 
     cos_Td: Tensor
     sin_Td: Tensor
     query_scale_T: Tensor | None = None
+    log_position_T: Tensor | None = None
 
     def scale_queries(self, q_THd: Tensor) -> Tensor:
         """Scale rotated queries by position, as some models do before attention."""
@@ -31,15 +36,14 @@ class RotaryTables:
 
     def select(self, rows: Tensor) -> "RotaryTables":
         """Return these rows."""
-        scale_T = self.query_scale_T
-        return RotaryTables(self.cos_Td[rows], self.sin_Td[rows], None if scale_T is None else scale_T[rows])
+        scales = (self.query_scale_T, self.log_position_T)
+        return RotaryTables(self.cos_Td[rows], self.sin_Td[rows], *(None if each is None else each[rows] for each in scales))
 
     def append(self, more: "RotaryTables") -> "RotaryTables":
         """Return these rows and then those of ``more``."""
-        scale_T = None
-        if self.query_scale_T is not None and more.query_scale_T is not None:
-            scale_T = torch.cat((self.query_scale_T, more.query_scale_T))
-        return RotaryTables(torch.cat((self.cos_Td, more.cos_Td)), torch.cat((self.sin_Td, more.sin_Td)), scale_T)
+        pairs = ((self.query_scale_T, more.query_scale_T), (self.log_position_T, more.log_position_T))
+        scales = (None if own is None or other is None else torch.cat((own, other)) for own, other in pairs)
+        return RotaryTables(torch.cat((self.cos_Td, more.cos_Td)), torch.cat((self.sin_Td, more.sin_Td)), *scales)
 
 
 MakeRotaryTables = Callable[[Tensor], RotaryTables]  # of the positions of T tokens
@@ -49,8 +53,8 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
     """Return cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
 
     Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with i + d/2, and both are rotated by
-    position * frequency i. Angles are computed in float32. ``frequencies``: ``rotary_frequencies`` on the device of the
-    positions; computed if not given.
+    position * frequency i. Angles are computed in float32. ``frequencies``: of the stage's model on the device of the
+    positions; ``rotary_frequencies`` if not given.
     """
     if frequencies is None:
         frequencies = rotary_frequencies(args).to(positions_T.device)
@@ -59,10 +63,11 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
     scaling = args.rope_scaling
     magnitude = scaling.attention_factor if scaling else 1.0
     cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
+    log_position_T = torch.log1p(positions_T.float()) if args.sparse else None
     if scaling is None or not scaling.llama4_beta:
-        return RotaryTables(cos_Td, sin_Td)
+        return RotaryTables(cos_Td, sin_Td, log_position_T=log_position_T)
     lengths_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
-    return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(lengths_T)).to(dtype))
+    return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(lengths_T)).to(dtype), log_position_T)
 
 
 class RotaryCache:
@@ -73,9 +78,9 @@ class RotaryCache:
     in blocks that are always the same, and by NumPy, which uses one thread.
     """
 
-    def __init__(self, args: ModelArgs, dtype: torch.dtype) -> None:
+    def __init__(self, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> None:
         self._args, self._dtype = args, dtype
-        self._frequencies = rotary_frequencies(args).numpy()
+        self._frequencies = (rotary_frequencies(args) if frequencies is None else frequencies).numpy()
         self._tables_P = self._block(0)
 
     def tables(self, positions_T: Tensor) -> RotaryTables:
@@ -92,10 +97,19 @@ class RotaryCache:
         scaling = self._args.rope_scaling
         magnitude = scaling.attention_factor if scaling else 1.0
         cos_Pd, sin_Pd = (torch.from_numpy(function(angles_Pd) * magnitude).to(self._dtype) for function in (np.cos, np.sin))
+        positions_P = positions_P.astype(np.float64)
+        log_position_P = torch.from_numpy(np.log1p(positions_P)).float() if self._args.sparse else None
         if scaling is None or not scaling.llama4_beta:
-            return RotaryTables(cos_Pd, sin_Pd)
-        scales = 1 + scaling.llama4_beta * np.log1p(positions_P.astype(np.float64) // scaling.original_max_seq_len)
-        return RotaryTables(cos_Pd, sin_Pd, torch.from_numpy(scales).to(self._dtype))
+            return RotaryTables(cos_Pd, sin_Pd, log_position_T=log_position_P)
+        scales = 1 + scaling.llama4_beta * np.log1p(positions_P // scaling.original_max_seq_len)
+        return RotaryTables(cos_Pd, sin_Pd, torch.from_numpy(scales).to(self._dtype), log_position_P)
+
+
+def make_rotary_tables(args: ModelArgs, dtype: torch.dtype, frequencies: Tensor) -> MakeRotaryTables:
+    """Return what makes tables on the device of the frequencies, which are those of the stage's model."""
+    if frequencies.device.type == "cpu":
+        return RotaryCache(args, dtype, frequencies).tables
+    return lambda positions_T: rotary_tables(positions_T, args, dtype, frequencies)
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products
+from tramontane.workers.model.gate import sigmoid
 from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.latent_attention import LatentAttention
 from tramontane.workers.model.layers import TransformerBlock
 from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts, layers_with_experts
-from tramontane.workers.model.rotary import RotaryTables
+from tramontane.workers.model.rotary import RotaryTables, rotary_frequencies
 
 OnChoices = Callable[[int, Tensor], None]  # (layer, expert_ids_Tk), called when a layer's gate has chosen
 
@@ -30,6 +31,8 @@ class StageModel(nn.Module):
     The first stage owns the embedding, the last one the final norm and the head.
     With tied embeddings the head is the embedding matrix, so both ends hold it.
     """
+
+    rotary_alpha: Tensor | None
 
     def __init__(self, args: ModelArgs, layers: range, experts_inside: bool = True) -> None:
         super().__init__()
@@ -46,6 +49,7 @@ class StageModel(nn.Module):
         self._expert_tokens = ExpertTokenCounter(layers_with_experts(args, layers), args.moe.num_experts if args.moe else 0)
         self.norm = nn.RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
+        self.register_buffer("rotary_alpha", torch.empty(args.rotary_dim // 2) if args.sparse else None)
 
     def finalize_weights(self, device: torch.device, products: RowProducts | None = None) -> None:
         """Prepare for the first step on this device, after the weights are in place. ``products`` replace those of layers."""
@@ -53,7 +57,7 @@ class StageModel(nn.Module):
         set_row_products(self, products)
         for layer in self.global_layers:
             if isinstance(attention := self.block(layer).attention, LatentAttention):
-                attention.finalize_weights(products)
+                attention.finalize_weights(self.block(layer).attention_norm.weight.dtype, products)
         if self.experts is not None:
             self.experts.finalize_weights(products)
 
@@ -121,13 +125,19 @@ class StageModel(nn.Module):
         self._expert_tokens.count(layer, groups.offsets_E)
         return groups, weights_Tk
 
+    @property
+    def rotary_frequencies(self) -> Tensor:
+        """Radians per position of each rotary pair, float32: of the configuration, times e^alpha if the model has alphas."""
+        frequencies = rotary_frequencies(self.args)
+        return frequencies if self.rotary_alpha is None else frequencies.to(self.rotary_alpha.device) * self.rotary_alpha.exp()
+
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last stage."""
         assert self.norm is not None
         assert self.output is not None
         ops = self.block(self.global_layers[-1]).attention.fused_ops
         logits_SV: Tensor = self.output(ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps))
-        return logits_SV.float()
+        return _cap(logits_SV.float(), self.args.final_logit_softcapping)
 
     def block(self, layer: int) -> TransformerBlock:
         """Return a layer by its global number."""
@@ -143,6 +153,11 @@ class StageModel(nn.Module):
     def clear_expert_load(self) -> None:
         """Forget which experts have been chosen so far."""
         self._expert_tokens.clear()
+
+
+def _cap(logits_SV: Tensor, limit: float | None) -> Tensor:
+    """Return ``limit`` * tanh(x / limit) of each logit: tanh x = 2 sigmoid(2 x) - 1, see ``sigmoid`` for why so."""
+    return logits_SV if limit is None else (2 * sigmoid(logits_SV * (2 / limit)) - 1) * limit
 
 
 def _embedding(args: ModelArgs) -> nn.Embedding:

@@ -11,9 +11,10 @@ from torch import Tensor
 from tramontane.proto.plan import CachePlan, StagePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
+from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
@@ -79,9 +80,14 @@ class _LayerCheck:
     rotary_tables: MakeRotaryTables
 
     def find_in_layers(self) -> str:
-        """Try one layer of each kind: all others have the same shapes."""
+        """Try one layer of each kind: all others have the same shapes, or use the keys or the choice of one of these."""
         args = self.plan.args
-        first_of_kind = {(args.windows[layer], layer in args.moe_layers): layer for layer in reversed(self.plan.layers)}
+        own = [layer for layer in reversed(self.plan.layers) if args.kv_source(layer) == layer]
+        own = [layer for layer in own if args.index_source(layer) in (layer, None)]
+        first_of_kind = {
+            (args.windows[layer], layer in args.moe_layers, args.sparse and args.sparse.rope_layers[layer]): layer
+            for layer in own
+        }
         for layer in sorted(first_of_kind.values()):
             whole = self._run_layer(layer, WHOLE, is_first_of_stage=True)
             if not all(map(torch.equal, whole, self._run_layer(layer, PIECES, is_first_of_stage=False))):
@@ -104,7 +110,7 @@ class _LayerCheck:
         for batch in _micro_batches(plan.cache, chunks):
             table.update(batch)
             metadata = build_attention_metadata(batch, table, self.device)
-            attend = CachedAttention(cache, metadata, self.kernels)
+            attend = make_attend(plan.args, cache, metadata, self.kernels, batch, table)
             h_TD = torch.cat([inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens] for chunk in batch.chunks])
             added = (h_TD + h_TD, None) if is_first_of_stage else (h_TD, h_TD)
             outs = self.model.block(layer)(*added, self.rotary_tables(metadata.positions), attend)

@@ -24,7 +24,7 @@ from tramontane.workers.attention.metadata import AttentionMetadata, build_decod
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.device.self_test import one_line
-from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
+from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class CudaGraphRunner:
         self._plan, self._model, self._cache, self._table = plan, model, cache, table
         self._kernels, self._graph_capture = kernels, graph_capture
         self._device, self._dtype = next(iter(cache.layers.values())).k_NGd.device, getattr(torch, plan.dtype)
-        self._frequencies = rotary_frequencies(plan.args).to(self._device)
+        self._frequencies = model.rotary_frequencies.to(self._device)
         max_rows = next_power_of_two(plan.max_num_seqs)
         self._inputs_3B = torch.zeros(3, max_rows, dtype=torch.int64, device=self._device)  # tokens, slots, positions
         num_incoming = 0 if plan.is_first else max_rows

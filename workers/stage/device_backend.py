@@ -9,7 +9,7 @@ from tramontane.workers.attention.autotune import select_kernels, try_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops, native_ops
-from tramontane.workers.kernels.row_invariance import triton_refusal
+from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
@@ -57,6 +57,8 @@ def row_wise_backend(
 
     Nothing is chosen by speed. Raises ConfigError if the kernels do not run here, or are not correct.
     """
+    if plan.args.sparse:
+        raise refusal(plan.label, "there are no kernels for sparse attention on GPUs that do not depend on the other tokens")
     try:
         # Triton is not installed on every platform.
         from tramontane.workers.attention.triton_attention import triton_kernels

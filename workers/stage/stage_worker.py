@@ -12,16 +12,17 @@ from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import Logprobs
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
 from tramontane.workers.device.probe import device_name
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
+from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.layers import set_fused_ops
-from tramontane.workers.model.rotary import MakeRotaryTables, RotaryCache, RotaryTables, rotary_frequencies, rotary_tables
+from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
@@ -34,7 +35,8 @@ from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
-from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
+from tramontane.workers.weights.tensor_spec import ProgressCallback
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 NOT_FENCED = -1
 
@@ -76,7 +78,7 @@ class StageWorker:
             on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
-        self.rotary_tables = self._make_rotary_tables()
+        self.rotary_tables = make_rotary_tables(plan.args, self.dtype, model.rotary_frequencies.to(self.device))
         set_fused_ops(model, self.backend.fused_ops)
         self.graphs = self._graph_runner()
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
@@ -202,17 +204,14 @@ class StageWorker:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _make_rotary_tables(self) -> MakeRotaryTables:
-        args, dtype = self.plan.args, self.dtype
-        if self.device.type == "cpu":
-            return RotaryCache(args, dtype).tables
-        frequencies = rotary_frequencies(args).to(self.device)
-        return lambda positions_T: rotary_tables(positions_T, args, dtype, frequencies)
-
     def _graph_runner(self) -> CudaGraphRunner | None:
-        """None if the device has no graphs, or the groups of the experts must be known on the host."""
+        """None if the device has no graphs, or the groups of the experts or the chosen keys must be known on the host."""
         graph_capture, experts = self.backend.graph_capture, self.model.experts
-        if graph_capture is None or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
+        if (
+            graph_capture is None
+            or self.plan.args.sparse
+            or (self.plan.args.moe and (experts is None or not experts.is_graph_safe))
+        ):
             return None
         return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.backend.kernels, graph_capture)
 
@@ -245,14 +244,15 @@ class StageWorker:
         assert step.incoming.hidden_TD.shape == (step.batch.num_tokens, self.plan.args.dim)
         return to_device(step.incoming.hidden_TD, self.device)
 
-    def _layer_inputs(self, step: _Step, metadata: AttentionMetadata) -> tuple[Tensor, RotaryTables, CachedAttention]:
+    def _layer_inputs(self, step: _Step, metadata: AttentionMetadata) -> tuple[Tensor, RotaryTables, Attend]:
         """Return the arguments of ``StageModel.forward``."""
         hidden_TD = self._incoming_hidden(step)
         step.timer.start()
         if hidden_TD is None:
             hidden_TD = self.model.embed(metadata.token_ids)
         rotary = self.rotary_tables(metadata.positions)
-        return hidden_TD, rotary, CachedAttention(self.cache, metadata, self.backend.kernels)
+        attend = make_attend(self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table)
+        return hidden_TD, rotary, attend
 
     def _finish(self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor) -> PendingOutcome:
         """Compute the logits in the last stage, after the layers."""

@@ -15,8 +15,9 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
 from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, have_same_bytes, open_safetensors, read_scales
-from tramontane.workers.weights.tensor_names import NAMES, is_unused, is_vision, stack_scale_name, unwrapped_name
-from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.tensor_names import is_unused, is_vision, names_of, stack_scale_name, unwrapped_name
+from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec, largest_first
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,7 @@ class Checkpoint:
 
         Whatever the configuration says: the head of a model may have been trained apart later.
         """
-        names = NAMES[self.layout]
+        names = names_of(args, self.layout)
         if not args.tied_embeddings or not {names.head, names.embedding} <= self._stored_names.keys():
             return args
         places = [(self.files[name], name) for name in map(self._stored_name, (names.head, names.embedding))]
@@ -89,7 +90,7 @@ class Checkpoint:
         known |= {name for spec in specs if spec.stack for name in (spec.stack.name, stack_scale_name(spec.stack.name))}
         unknown = self._stored_names.keys() - known
         for name in sorted(unknown):
-            if not is_unused(name, self.layout) and not (args.tied_embeddings and name == NAMES[self.layout].head):
+            if not is_unused(name, self.layout) and not (args.tied_embeddings and name == names_of(args, self.layout).head):
                 stored_name = self._stored_names[name]
                 raise CheckpointError(
                     f"{self.files[stored_name]} holds the tensor {stored_name}, "

@@ -4,10 +4,14 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from tramontane.proto.hf_config import LATENT, MIXTRAL
-from tramontane.proto.layer_args import MoeArgs, YarnScaling
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.hf_config import LARGE_4, LATENT, MIXTRAL
+from tramontane.proto.layer_args import MoeArgs, SparseArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs
 
+LARGE_4_ROPE_KEYS = frozenset(
+    {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+)
 MODEL_TYPES = {"DeepseekV3ForCausalLM": "deepseek_v3"}  # where they are not the name of the class in lower case
 
 
@@ -61,9 +65,32 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
             "weight_block_size": None,
             "modules_to_not_convert": ["lm_head"],
         }
+    if args.sparse:
+        return _wrap_large_4(config, args, args.sparse)
     if len(args.window_classes) > 1:
         config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in args.windows]
     return config
+
+
+def _wrap_large_4(config: dict[str, Any], args: ModelArgs, sparse: SparseArgs) -> dict[str, Any]:
+    """Return the configuration of the only class of transformers that has such a model, which has an encoder of images, too."""
+    for key in ("architectures", "q_lora_rank", "norm_topk_prob", "rope_interleave", "sliding_window"):
+        del config[key]
+    rope = {key: value for key, value in config["rope_parameters"].items() if key in LARGE_4_ROPE_KEYS}
+    text = config | {
+        "model_type": "mistral_large4_text",
+        "rope_parameters": rope,
+        "no_rope_layers": [int(has_rope) for has_rope in sparse.rope_layers],
+        "kv_source_layers": list(sparse.kv_source_layers),
+        "indexer_types": ["full" if source == n else "shared" for n, source in enumerate(sparse.index_source_layers)],
+        "index_n_heads": sparse.index_n_heads,
+        "index_head_dim": sparse.index_head_dim,
+        "index_topk": sparse.index_topk,
+        "final_logit_softcapping": args.final_logit_softcapping,
+    }
+    wrapper = {"architectures": ["MistralLarge4ForConditionalGeneration"], "model_type": "mistral_large4", "text_config": text}
+    shared = ("tie_word_embeddings", "dtype", "eos_token_id", "quantization_config")
+    return wrapper | {key: config[key] for key in shared if key in config}
 
 
 def _hf_experts(moe: MoeArgs) -> dict[str, Any]:
@@ -86,6 +113,8 @@ def _mscale_all_dim(scaling: YarnScaling) -> float:
 
 def _architecture(args: ModelArgs) -> str:
     """Return the class of transformers that runs this geometry."""
+    if args.sparse:
+        return LARGE_4
     if args.latent:
         return next(name for name, scores in LATENT.items() if args.moe and args.moe.scores is scores)
     if args.moe:
@@ -96,7 +125,9 @@ def _architecture(args: ModelArgs) -> str:
 
 
 def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
-    """Return the ``params.json`` of ``args``."""
+    """Return the ``params.json`` of ``args``. Raises ConfigError if that cannot describe it."""
+    if args.sparse:
+        raise ConfigError("Mistral's own layout does not describe sparse attention; use the layout of Hugging Face")
     params: dict[str, Any] = {
         "dim": args.dim,
         "n_layers": args.n_layers,

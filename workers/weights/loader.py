@@ -18,7 +18,7 @@ from tramontane.workers.model.grouped_gemm import KERNEL_CAPABILITIES, KERNEL_ST
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import quantize_linears
 from tramontane.workers.weights.random_checkpoint import random_state
-from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec
+from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec
 
 logger = logging.getLogger(__name__)
 

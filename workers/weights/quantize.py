@@ -13,7 +13,7 @@ from tramontane.proto.model_args import Quantization, WeightFormat
 from tramontane.workers.kernels.linear import row_blocks
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
-from tramontane.workers.weights.tensor_specs import TensorSpec
+from tramontane.workers.weights.tensor_spec import TensorSpec
 
 NUMBER_DTYPES = {Quantization.INT8: torch.int8, Quantization.W8A8: torch.int8, Quantization.FP8: torch.float8_e4m3fn}
 MAX_MAGNITUDE = {Quantization.INT8: 127, Quantization.W8A8: 127, Quantization.FP8: 448}
@@ -43,7 +43,7 @@ def load_tensor(
     if spec.parameter not in state:  # this is the first of its tensors
         number_dtype = NUMBER_DTYPES[quantize] if quantize else dtype
         state[spec.parameter] = matmul.allocate(*shape) if matmul else torch.empty(shape, dtype=number_dtype, device=device)
-    may_not_change = not quantize and spec.dtype(weights) != weights.dtype
+    may_not_change = not (quantize or spec.is_float32) and spec.dtype(weights) != weights.dtype
     scale_N = _scales(state, spec, device) if quantize else None
     num_read = 0
     for rows, piece in _row_ranges(pieces, spec.first_row):

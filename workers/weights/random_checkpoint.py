@@ -25,7 +25,8 @@ from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_names import NAMES
-from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec, largest_first
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 PART_BYTES = 2**28  # of one file, which is in memory at a time
 EMBEDDINGS = {names.embedding for names in NAMES.values()}

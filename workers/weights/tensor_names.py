@@ -26,6 +26,7 @@ class CheckpointNames:
     shared_experts: Mapping[str, str] = field(default_factory=dict)
     gate_bias: str = ""
     stacked_experts: Mapping[str, str] = field(default_factory=dict)  # tensors of all experts of a layer
+    rotary_alpha: str = ""  # of the rotary embedding of all layers
 
 
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # by Mistral's names
@@ -101,6 +102,21 @@ LATENT_NAMES = {
     ),
 }
 
+INDEXER_PARTS = (
+    *("q_input_norm.weight", "q_input_norm.bias", "wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias"),
+    *("weights_proj.weight", "ssmax_scaling.s", "ssmax_scaling.b"),
+)
+# Of models with sparse attention: Mistral's in both layouts (transformers, conversion_mapping.py).
+SPARSE_NAMES = replace(
+    LATENT_NAMES[Layout.MISTRAL],
+    attention={
+        **LATENT_NAMES[Layout.MISTRAL].attention,
+        **{part: f"layers.{{}}.attention.{part}" for part in ("ssmax_scaling.s", "ssmax_scaling.b")},
+        **{f"indexer.{part}": f"layers.{{}}.attention.indexer.{part}" for part in INDEXER_PARTS},
+    },
+    rotary_alpha="lerope.alpha",
+)
+
 # Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in memory.
 WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
 # Encoder of images and its projector, in both layouts.
@@ -108,12 +124,15 @@ VISION_PREFIXES = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     *("vision_encoder.", "vision_language_adapter.", "pre_mm_projector_norm.", "patch_merger."),
 )
+DRAFT_PREFIX = "mtp_dspark."  # of a network that drafts tokens, which is not used
 # Old versions of transformers stored it, although it is computed.
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def names_of(args: ModelArgs, layout: Layout) -> CheckpointNames:
     """Return the names of a model's tensors."""
+    if args.sparse:
+        return SPARSE_NAMES
     return (LATENT_NAMES if args.latent else NAMES)[layout]
 
 
@@ -141,6 +160,11 @@ def is_vision(name: str) -> bool:
 
 
 def is_unused(name: str, layout: Layout) -> bool:
-    """Return whether a text model's tensor has no effect here: scales of activations, for which each token gets its own."""
+    """Return whether a text model's tensor has no effect here.
+
+    These are scales of activations, for which each token gets its own, and a network that drafts tokens.
+    """
     scale = NAMES[layout].activation_scale
+    if name.startswith(DRAFT_PREFIX):
+        return True
     return name.endswith((f".{scale}", f"_proj_{scale}")) or ROTARY_BUFFER.fullmatch(name) is not None

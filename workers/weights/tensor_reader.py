@@ -20,7 +20,7 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.workers.device.pinned_memory import PinnedTransfer
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.safetensors_file import FP8, TensorLocation, open_safetensors, read_header
-from tramontane.workers.weights.tensor_specs import TensorSpec
+from tramontane.workers.weights.tensor_spec import TensorSpec
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, FP8: torch.float8_e4m3fn})
 NUM_READERS = 4  # threads that read parts of one chunk: a single one is slower than the copy to the GPU

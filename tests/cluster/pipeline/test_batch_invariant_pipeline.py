@@ -12,7 +12,7 @@ import ray
 from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
-from tiny_models import latent_args, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
@@ -30,6 +30,7 @@ pytestmark = [
 MODELS = {
     "mixtral": replace(tiny_args(n_layers=4, window=24, max_seq_len=400), dim=4096, vocab_size=300),
     "latent": replace(latent_args(n_layers=4, max_seq_len=400), dim=4096, vocab_size=300),
+    "sparse": replace(sparse_args(max_seq_len=400), dim=4096, vocab_size=300),
 }
 PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 300, 40, 2, 90))]
 
@@ -75,6 +76,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         ("mixtral", "direct", 2, 2, 1),
         ("latent", "object-store", 4, 0, 1),
         ("latent", "direct", 2, 2, 1),
+        ("sparse", "direct", 4, 0, 1),
+        ("sparse", "object-store", 2, 2, 1),
     ],
 )
 def test_the_same_bits(

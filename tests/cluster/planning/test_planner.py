@@ -41,7 +41,8 @@ from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import quantize_linears
-from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
+from tramontane.workers.weights.tensor_spec import TensorSpec
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 repeatable = settings(derandomize=True, deadline=None)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from local_expert_actors import ExpertActors, PingPongChain, expert_plan, ping_pong_chain
-from tiny_models import latent_args, random_model, tiny_plan, write_checkpoint
+from tiny_models import latent_args, random_model, sparse_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.plan import PipelinePlan
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.expert_worker import ExpertCall
 from tramontane.workers.stage.stage_worker import StageWorker
 
-KINDS = {"softmax": latent_args(n_layers=4), "sigmoid": latent_args(n_layers=4, is_sigmoid=True)}
+KINDS = {"softmax": latent_args(n_layers=4), "sigmoid": latent_args(n_layers=4, is_sigmoid=True), "sparse": sparse_args()}
 SHORT = [prompt for prompt in PROMPTS if len(prompt) <= 130][:12]
 WAIT_S = 30.0  # only where the test fails
 

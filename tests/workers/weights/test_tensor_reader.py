@@ -17,7 +17,7 @@ from tramontane.proto.model_args import DTYPE_BYTES, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.device.pinned_memory import PinnedTransfer
 from tramontane.workers.weights import tensor_reader as staging
-from tramontane.workers.weights import tensor_specs as tensor_names
+from tramontane.workers.weights import tensor_spec
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -31,7 +31,8 @@ from tramontane.workers.weights.tensor_reader import (
     open_reader,
     read_mapped_rows,
 )
-from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
+from tramontane.workers.weights.tensor_spec import TensorSpec, largest_first
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 ARGS = tiny_args(n_layers=2)
 SIZES = (700, 3 * MIN_PART_BYTES, 1, 9 * MIN_PART_BYTES + 5, 40, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 1, 8)
@@ -130,7 +131,7 @@ def test_a_short_read_is_continued(stored: Path, monkeypatch: pytest.MonkeyPatch
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of either layout, in several files, and tensors are read in several pieces."""
     write_random_checkpoint(tmp_path / "model", ARGS, request.param, part_bytes=30_000)
-    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 300)
     return tmp_path / "model"
 
 
@@ -186,7 +187,7 @@ def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
 def test_fp8_numbers_are_the_same_however_they_are_read(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     args = replace(ARGS, dtype="bfloat16", quantization=Quantization.FP8)
     write_random_checkpoint(tmp_path / "model", args, layout)
-    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(tensor_spec, "MAX_CHUNK_ELEMENTS", 300)
     found, staging_ = Checkpoint(tmp_path / "model"), _buffers(HostTransfer())
     read_rows = PinnedReader(staging_).read_rows
     matrices = [spec for spec in stage_tensors(args, range(args.n_layers), layout) if spec.scale]

@@ -1,0 +1,161 @@
+"""Models with sparse latent attention (Mistral Large 4): logits of transformers, and what a stage holds."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import GREEDY, random_ids, run_in_process
+from published_models import Published
+from sparse_models import SHAPES, publish_sparse, text_config
+from stage_driver import Driver
+from tiny_models import tiny_plan
+from torch import Tensor
+from transformers import AutoConfig, MistralLarge4Config, MistralLarge4ForConditionalGeneration
+
+from tramontane.proto.errors import CheckpointError, PlanError
+from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import Layout, read_model_args
+from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.attention.sparse_attention import chosen_rows
+from tramontane.workers.device.probe import panel_rows
+from tramontane.workers.stage import stage_worker
+from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.config_writer import to_hf_config
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
+
+TOLERANCE = 1e-4
+LENGTHS = (120, 37, 3)  # the longest is beyond the 32 positions of the original context
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    published: Published
+    prompts: list[list[int]]
+    logits: list[Tensor]  # transformers'
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    published = publish_sparse(tmp_path_factory.mktemp("sparse") / "hf", request.param)
+    prompts = [random_ids(n, seed=n, vocab_size=128) for n in LENGTHS]
+    return Case(request.param, published, prompts, [published.logits(prompt) for prompt in prompts])
+
+
+@pytest.mark.parametrize(("stages", "cut"), [(1, [120]), (2, [5, 1, 15, 16, 17, 1, 33, 32])], ids=["whole", "cut"])
+def test_logits_are_those_of_transformers(case: Case, stages: int, cut: list[int]) -> None:
+    folder = case.published.folder
+    args = read_model_args(folder)
+    assert Checkpoint(folder).check(args) == "float32"
+    plan = tiny_plan(args, min(stages, len(args.layer_groups)))
+    driver = Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
+    for ours, theirs in zip(driver.run(case.prompts, [cut, [30, *[1] * 7], [3]]), case.logits, strict=True):
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_greedy_tokens_are_equal_at_any_number_of_stages(case: Case) -> None:
+    args = read_model_args(case.published.folder)
+    outputs = []
+    for stages, page_size in ((1, 16), (2, 8), (4, 32)):
+        plan = tiny_plan(args, min(stages, len(args.layer_groups)), page_size)
+        workers = [StageWorker.load(stage, case.published.folder) for stage in plan.stages]
+        outputs.append(run_in_process(plan, workers, case.prompts, GREEDY))
+    assert outputs[0] == outputs[1] == outputs[2]
+    for tokens, logits in zip(outputs[0], case.logits, strict=True):
+        assert tokens[0] == logits[-1].argmax().item()
+
+
+def test_planned_bytes_are_those_in_memory(case: Case) -> None:
+    args = read_model_args(case.published.folder)
+    assert args.latent is not None
+    assert args.sparse is not None
+    for stage in tiny_plan(args, len(args.layer_groups), max_num_seqs=3, panel_rows=panel_rows()).stages:
+        worker = StageWorker.load(stage, case.published.folder)
+        held = sum(tensor.nbytes for tensor in worker.model.state_dict().values())
+        assert held == pytest.approx(stage.weight_bytes + stage.padding_bytes, rel=0.02)
+        tensors = [cache.k_NGd for cache in worker.cache.layers.values()] + list(worker.cache.index_keys.values())
+        assert sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) == stage.cache_bytes
+
+
+def test_layers_that_share_are_in_one_stage() -> None:
+    args = to_model_args("shared")
+    assert args.layer_groups == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert [stage.layers for stage in tiny_plan(args, 4).stages] == list(args.layer_groups)
+    with pytest.raises(PlanError, match=r"--stages is 5, but the model's 7 layers .* only 4 stages: .* such as layers 0 to 1"):
+        tiny_plan(args, 5)
+    assert to_model_args("interleaved").layer_groups == (range(6),)
+    assert [args.cached_numbers(layer) for layer in range(7)] == [48, 20, 48, 0, 48, 28, 48]
+
+
+def test_pytorch_computes_the_same_as_the_kernels_in_c(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_worker, "backend_for", lambda *_: DeviceBackend(cpu_kernels()))
+    plan = tiny_plan(read_model_args(case.published.folder))
+    worker = StageWorker.load(plan.stages[0], case.published.folder)
+    assert not worker.is_batch_invariant
+    (logits,) = Driver(plan, [worker]).run(case.prompts[:1], [[5, 1, 15, 16, 17, 1, 33, 32]])
+    torch.testing.assert_close(logits, case.logits[0], rtol=0, atol=TOLERANCE)
+
+
+def test_equal_scores_choose_earlier_keys() -> None:
+    scores = torch.tensor([[5.0, 1, 3, 3, 9], [2, 2, 2, 2, 2], [0, -1, 0, 0, 0], [1, 2, 3, 4, 5]])
+    rows = chosen_rows(scores, torch.tensor([3, 4, 1, 0]), torch.tensor([10, 20, 30, 40, 50]), 2)
+    assert rows.tolist() == [[10, 30], [10, 20], [10, 20], [10, 0]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (
+            "kv_source_layers",
+            [0, 0, 1, 2, 4, 5, 6],
+            "layer 2 cannot use layer 1 .kv_source_layers.: it must be itself",
+        ),
+        ("kv_source_layers", [0, 0, 0, 0, 4, 5, 6], "layer 2 cannot use the cache of layer 0: only one of them has rotary"),
+        ("kv_source_layers", [0, 0, 2], "kv_source_layers has 3 entries for 7 layers"),
+        ("indexer_types", ["shared"] * 7, "the first layer's indexer is 'shared', and there is none before it"),
+        ("indexer_types", ["full"] * 6 + ["half"], "indexers of type 'half' are not supported"),
+        ("layer_types", ["full_attention"] * 7, "layers of type 'full_attention' are not supported"),
+        ("mlp_layer_types", ["sparse"] * 6 + ["dense"], "mlp_layer_types has 'dense' after 'sparse' layers"),
+        ("index_head_dim", 8, "qk_rope_head_dim is 10; index_head_dim, 8, must not be less"),
+        ("final_logit_softcapping", 0.0, "final_logit_softcapping is 0.0; it must be a positive number"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(key: str, value: object, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        to_model_args("shared", **{key: value})
+
+
+def to_model_args(name: str, **changes: object) -> ModelArgs:
+    """Return the geometry of a shape without making the model."""
+    config = MistralLarge4Config(text_config=text_config(name).to_dict(), tie_word_embeddings=False).to_dict()
+    config["architectures"] = ["MistralLarge4ForConditionalGeneration"]
+    return from_hf_config({**config, "text_config": {**config["text_config"], **changes}})
+
+
+def test_a_written_configuration_is_read_again_and_by_transformers(tmp_path: Path) -> None:
+    args = to_model_args("shared")
+    config = to_hf_config(args)
+    assert from_hf_config(config) == args
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path).text_config
+    assert theirs.kv_source_layers == [0, 0, 2, 2, 4, 5, 6]
+    assert theirs.indexer_types == SHAPES["shared"]["indexer_types"]
+
+
+def test_a_random_checkpoint_is_loaded_by_transformers_and_gives_its_logits(tmp_path: Path) -> None:
+    args = replace(tiny_variant(PRESETS["mistral-large-4-1t"]), dtype="float32", vocab_size=128)
+    write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert not config.get("vision_config")
+    plan, prompt = tiny_plan(args), random_ids(90, seed=5, vocab_size=128)
+    model = MistralLarge4ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32, **settings).eval()
+    (logits,) = Driver(plan, [StageWorker.load(plan.stages[0], tmp_path / "model")]).run([prompt], [[40, 50]])
+    torch.testing.assert_close(logits, Published(tmp_path, model).logits(prompt), rtol=0, atol=TOLERANCE)
