@@ -97,9 +97,9 @@ def write_random_checkpoint(
     """Write configuration and weights; the model is the same in both layouts.
 
     ``on_start`` is called before the first file, ``on_written`` with the bytes of each file's tensors. Raises ConfigError,
-    and leaves nothing behind, if the folder is not empty or its disk has too little space.
+    and leaves nothing behind, if the layout does not describe the model, the folder is not empty or its disk has too little space.
     """
-    is_new = not folder.exists()
+    is_new, config = not folder.exists(), to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
     try:
         if not is_new and any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
@@ -114,6 +114,7 @@ def write_random_checkpoint(
             raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
         on_start()
         _write(folder, args, layout, parts, on_written)
+        (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
     except BaseException:  # also Ctrl-C: half a checkpoint is useless and would block the next attempt
         for path in folder.iterdir():
             path.unlink()
@@ -136,8 +137,6 @@ def _write(
         total_size = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
-    config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
-    (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last, because without it the folder is no model
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
