@@ -15,7 +15,7 @@ from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
 from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
 from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import embedding_tensor, head_tensors, layer_tensors
+from tramontane.workers.weights.tensor_specs import common_tensors, embedding_tensor, head_tensors, layer_tensors
 
 SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
 MEMORY_SHARE = 0.9  # of a stage's memory; the rest is for activations and the runtime
@@ -156,12 +156,12 @@ class _StageFootprint:
         page_bytes = (kv_bytes_per_position(args, request.dtype, n) * request.page_size for n in range(args.n_layers))
         pages = (self.rings[window] for window in args.windows)
         self._one_sequence: list[int] = [0, *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True))]
-        self._embedding = self._num_bytes(embedding_tensor(args))
+        self._embedding, self._common = self._num_bytes(embedding_tensor(args)), self._num_bytes(*common_tensors(args))
         self._head, self._head_padding = self._num_bytes(*head), self._num_padding_bytes(*head)
 
     def weight_bytes(self, span: range) -> int:
         """Return the weights of the layers, with the embedding and the head where they belong, as they are in memory."""
-        num_bytes = self._weights[span.stop] - self._weights[span.start] + self.padding_bytes(span)
+        num_bytes = self._common + self._weights[span.stop] - self._weights[span.start] + self.padding_bytes(span)
         return num_bytes + (span.start == 0) * self._embedding + (span.stop == self._args.n_layers) * self._head
 
     def padding_bytes(self, span: range) -> int:

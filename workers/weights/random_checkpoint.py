@@ -97,9 +97,10 @@ def write_random_checkpoint(
     """Write configuration and weights; the model is the same in both layouts.
 
     ``on_start`` is called before the first file, ``on_written`` with the bytes of each file's tensors. Raises ConfigError,
-    and leaves nothing behind, if the layout does not describe the model, the folder is not empty or its disk has too little space.
+    and leaves nothing behind, if the layout cannot describe the model, the folder is not empty or its disk has too little space.
     """
-    is_new, config = not folder.exists(), to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
+    config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
+    is_new = not folder.exists()
     try:
         if not is_new and any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")

@@ -68,12 +68,17 @@ def stage_tensors(
     """Yield all tensors of the stage with these global layers."""
     if layers.start == 0:
         yield embedding_tensor(args, layout)
-    if args.sparse:
-        yield TensorSpec(names_of(args, layout).rotary_alpha, "rotary_alpha", (args.rotary_dim // 2,), is_float32=True)
+    yield from common_tensors(args, layout)
     for layer in layers:
         yield from layer_tensors(args, layer, layout, with_experts)
     if layers.stop == args.n_layers:
         yield from head_tensors(args, layout)
+
+
+def common_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    """Yield what every stage has: factors of the rotary frequencies, if the model has them."""
+    if args.sparse:
+        yield TensorSpec(names_of(args, layout).rotary_alpha, "rotary_alpha", (args.rotary_dim // 2,), is_float32=True)
 
 
 def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:

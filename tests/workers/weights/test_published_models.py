@@ -18,6 +18,7 @@ from tiny_models import tiny_plan
 from torch import Tensor
 from torch.nn import functional as F
 
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.layer_args import YarnScaling
 from tramontane.proto.mistral_params import from_mistral_params
@@ -34,7 +35,9 @@ TOLERANCE = 1e-4
 # Devstral 2 and Ministral 3 are published with it; tied embeddings come with Ministral 3B.
 YARN = YarnScaling(factor=16.0, original_max_seq_len=32, llama4_beta=0.1)
 # In FP8: test_wrapped_models.py.
-MODELS = {name: replace(tiny_variant(args), dtype="float32", quantization=None) for name, args in PRESETS.items()}
+MODELS = {  # sparse attention: test_sparse_models.py
+    name: replace(tiny_variant(args), dtype="float32", quantization=None) for name, args in PRESETS.items() if not args.sparse
+}
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
 MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, attention_factor=1.2772588722239782))
@@ -195,7 +198,11 @@ def test_published_params_are_the_preset(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_both_configurations(name: str) -> None:
     assert from_hf_config(to_hf_config(PRESETS[name])) == PRESETS[name]
-    assert from_mistral_params(to_mistral_params(PRESETS[name])) == PRESETS[name]
+    if PRESETS[name].sparse:
+        with pytest.raises(ConfigError, match="Mistral's own layout does not describe sparse attention"):
+            to_mistral_params(PRESETS[name])
+    else:
+        assert from_mistral_params(to_mistral_params(PRESETS[name])) == PRESETS[name]
 
 
 BILLIONS = {
@@ -254,6 +261,18 @@ def test_small_4_has_the_size_of_transformers() -> None:
     unused = (config.n_routed_experts - config.num_experts_per_tok) * 3 * config.hidden_size * config.moe_intermediate_size
     assert args.num_active_parameters == args.num_parameters - config.num_hidden_layers * unused
     assert args.num_parameters == sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
+
+
+def test_large_4_is_the_default_of_transformers() -> None:
+    config = transformers.MistralLarge4Config()
+    with torch.device("meta"):
+        model = transformers.MistralLarge4ForConditionalGeneration(config)
+    args = PRESETS["mistral-large-4-1t"]
+    assert from_hf_config(config.to_dict() | {"architectures": ["MistralLarge4ForConditionalGeneration"]}) == args
+    text = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+    assert args.num_parameters == sum(parameter.numel() for parameter in text)
+    assert args.num_parameters == sum(spec.num_elements for spec in stage_tensors(args, range(args.n_layers)))
+    assert (round(args.num_parameters / 1e9), round(args.num_active_parameters / 1e9)) == (1050, 53)
 
 
 def test_large_3_has_its_published_size() -> None:
