@@ -60,6 +60,15 @@ def test_logits_are_those_of_transformers(case: Case, stages: int, cut: list[int
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
+def test_the_first_token_for_which_an_indexer_chooses(case: Case) -> None:
+    """It is the last of a chunk, with nothing else in the micro-batch."""
+    args = read_model_args(case.published.folder)
+    assert args.sparse is not None
+    plan, prompt = tiny_plan(args), case.prompts[0][: args.sparse.index_topk + 1]
+    (ours,) = Driver(plan, [StageWorker.load(plan.stages[0], case.published.folder)]).run([prompt], [[len(prompt)]])
+    torch.testing.assert_close(ours, case.logits[0][: len(prompt)], rtol=0, atol=TOLERANCE)
+
+
 def test_greedy_tokens_are_equal_at_any_number_of_stages(case: Case) -> None:
     args = read_model_args(case.published.folder)
     outputs = []
