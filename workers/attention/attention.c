@@ -65,11 +65,12 @@ static void locate(struct pointers *to, const struct source *from, int64_t begin
 }
 
 // Prefetches part `part` of `parts` of a block's keys or values. It is called between the products of the block before: a core waits
-// if more lines are on their way than it can keep account of.
-static inline void prefetch(const element *const rows[COLUMNS], int64_t part, int64_t parts) {
+// if more lines are on their way than it can keep account of, which are fewer on the way to its first cache than to its second, so
+// that is where they go. GCC takes a call of a function that only prefetches for one without an effect: hence always_inline.
+static inline __attribute__((always_inline)) void prefetch(const element *const rows[COLUMNS], int64_t part, int64_t parts) {
     const int64_t lines = COLUMNS * ((sizeof(element[HEAD_DIM]) + LINE - 1) / LINE);
     for (int64_t i = part * lines / parts; i < (part + 1) * lines / parts; i++)
-        __builtin_prefetch((const char *)rows[i % COLUMNS] + i / COLUMNS * LINE);
+        __builtin_prefetch((const char *)rows[i % COLUMNS] + i / COLUMNS * LINE, 0, 2);
 }
 
 static void load_block(struct block *to, const struct pointers *rows) {
@@ -159,7 +160,8 @@ static void add_block(struct rows *own, const struct block *block, int64_t row, 
     }
     for (int64_t panel = 0; panel < PANELS; panel++) {
         floats(*out)[2] = own->out[panel] + row;
-        if (next) prefetch(next->keys, panel, PANELS), prefetch(next->values, panel, PANELS);
+        if (next) prefetch(next->keys, panel, PANELS);
+        if (next && next->values[0] != next->keys[0]) prefetch(next->values, panel, PANELS);
         for (int64_t i = 0; changed && i < count; i++) out[i][0] *= factors[i], out[i][1] *= factors[i];
         add_products(count, out, weights[0], BLOCK_UNITS, block->values + panel * BLOCK_UNITS * COLUMNS * STEP, BLOCK_UNITS);
     }
