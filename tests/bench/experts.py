@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,24 +151,25 @@ def expert_processes(plan: ExpertPlan) -> Iterator[list["Connection[Any, Any]"]]
         yield pipes
 
 
-def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts: int, delay_s: float, max_open: int) -> float:
-    """Return the new tokens per second. A first round, which trains the policy's cost model, is not counted."""
+def process_client(
+    pipes: list["Connection[Any, Any]"], plan: ExpertPlan, actor_id: int, notify: Callable[[], None]
+) -> DirectExpertClient:
+    """Connect to the process of an actor, as ``remote_experts.Connect`` does."""
 
-    def introduce(actor_id: int, calls: Address) -> Address:
+    def introduce(calls: Address) -> Address:
         pipes[actor_id].send(calls)
         address: Address = pipes[actor_id].recv()
         return address
 
+    layout = ExpertMessageLayout.of(plan, CPU)
+    return DirectExpertClient(introduce, notify, layout, HOST, TcpChannelFactory(), f"experts {actor_id}")
+
+
+def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts: int, delay_s: float, max_open: int) -> float:
+    """Return the new tokens per second. A first round, which trains the policy's cost model, is not counted."""
+
     def connect(actor_id: int, notify: Callable[[], None]) -> DelayedExpert:
-        made = DirectExpertClient(
-            partial(introduce, actor_id),
-            notify,
-            ExpertMessageLayout.of(plan, CPU),
-            HOST,
-            TcpChannelFactory(),
-            f"experts {actor_id}",
-        )
-        return DelayedExpert(made, delay_s)
+        return DelayedExpert(process_client(pipes, plan, actor_id, notify), delay_s)
 
     request = PlanRequest((StageBudget(2**33),), "float32", 2048, prompts, 16, experts_inside=False)
     stages = make_plan(ARGS, request)
