@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let a second run of tests starve the workers
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other burn the cores that other lanes need
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # nor do those of tests of several threads wait by computing
 
 import pytest
 import ray
@@ -37,6 +38,14 @@ def _same_random_numbers() -> None:
     """A test that draws from Python's or torch's own generator draws the same at every run, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Give torch its one thread back after a test: ``generate --local`` takes all cores for its process, for all later tests."""
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""A run of tests ends with its own status, and with all that it writes, also where native code would crash at its end."""
+"""A run of tests ends with its own status, and with all that it writes, also where native code would crash at its end.
+
+Threads that a test takes are not those of the next.
+"""
 
 import os
 import subprocess
@@ -25,7 +28,11 @@ A_RUN = f"""
 {CRASH}
 {LAST_WORDS}
 
-def test_passes(): ...
+import torch
+
+def test_passes_and_takes_threads(): torch.set_num_threads(3)
+
+def test_passes_with_one_thread(): assert torch.get_num_threads() == 1
 
 def test_fails(): assert False
 """
@@ -46,7 +53,7 @@ def test_a_run_of_tests_ends_with_its_own_status(tmp_path: Path, chosen: str, st
     (tmp_path / "test_small.py").write_text(A_RUN)
     run = _run("-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-k", chosen, folder=tmp_path)
     assert run.returncode == status, run.stderr
-    assert {"passes": "1 passed", "fails": "1 failed"}[chosen] in run.stdout
+    assert {"passes": "2 passed", "fails": "1 failed"}[chosen] in run.stdout
     assert run.stdout.endswith("a thread's word\nlast word\n")
 
 
