@@ -35,7 +35,7 @@ from targets import COLUMNS, VERDICTS, Target, at_least, at_most, exit_status
 
 CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
     "logits": lambda size: logits_check(size.device, size.small),
-    "masks": lambda size: mask_checks(size.device),
+    "masks": lambda size: mask_checks(size.device, size.small),
     "replay": lambda size: replay_check(size.device, size.small),
     "invariance": lambda size: invariance_checks(size.device, size.small),
     "sanitizer": lambda _size: sanitizer_check(),

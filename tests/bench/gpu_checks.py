@@ -27,7 +27,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 from tramontane.workers.weights import loader
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HEADS, SMALL_HEADS, HEAD_DIM = (32, 8), (4, 1), 128  # of queries and of keys
 PAGE_SIZES = (16, 64)
 TRIED_PARTS = re.compile("(its own|1) parts, 1 |4 parts, 3 ")  # a choice of split-K kernels: each takes seconds to compile
 # (start, tokens) of chunks: first and later ones, shorter and longer than the windows
@@ -110,22 +110,23 @@ def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
     del worker._sample  # restores the class's method
 
 
-def mask_checks(device: str) -> Iterator[Check]:
+def mask_checks(device: str, small: bool) -> Iterator[Check]:
     """Compare the attention kernels with the reference for every window and page size, on new random numbers.
 
     The worst kernel of this machine counts. It is a failure if there is none.
     """
     from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
 
+    heads = SMALL_HEADS if small else HEADS
     for window in (None, 16, 1024, 4096):
-        tried = {name: _tried(lambda k=kernel: _prefill(k, window, device)) for name, kernel in prefill_kernels().items()}  # type: ignore[misc]  # noqa: B023
+        tried = {name: _tried(lambda k=kernel: _prefill(k, window, heads, device)) for name, kernel in prefill_kernels().items()}  # type: ignore[misc]  # noqa: B023
         yield _worst(f"mask: prefill, window {window}", tried)
         for page_size in PAGE_SIZES:
             some = decode_kernels(page_size, 1) | decode_kernels(page_size, 32)
             kernels = {
                 name: kernel for name, kernel in some.items() if not name.startswith("split-K") or TRIED_PARTS.search(name)
             }
-            tried = {name: _tried(lambda k=k: _decode(k, window, page_size, device)) for name, k in kernels.items()}  # type: ignore[misc]  # noqa: B023
+            tried = {name: _tried(lambda k=k: _decode(k, window, page_size, heads, device)) for name, k in kernels.items()}  # type: ignore[misc]  # noqa: B023
             yield _worst(f"mask: decode, window {window}, pages of {page_size}", tried)
 
 
@@ -153,12 +154,12 @@ def _worst(title: str, tried: dict[str, float | str]) -> Check:
     return Check(title, figures.get(worst, float("inf")), MAX_DIFFERENCE, f"{detail}{len(figures)} tried; {refusals}")
 
 
-def _prefill(kernel: PrefillKernel, window: int | None, device: str) -> float:
+def _prefill(kernel: PrefillKernel, window: int | None, heads: tuple[int, int], device: str) -> float:
     prefill, _ = _indexes(CHUNKS, window, 16, device)
     assert prefill is not None
     q, k, v = (
-        torch.randn(sum(lens), heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
-        for lens, heads in ((prefill.query_lens, HEADS), (prefill.key_lens, KV_HEADS), (prefill.key_lens, KV_HEADS))
+        torch.randn(sum(lens), count, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        for lens, count in ((prefill.query_lens, heads[0]), (prefill.key_lens, heads[1]), (prefill.key_lens, heads[1]))
     )
     blocks = zip(q.split(prefill.query_lens), k.split(prefill.key_lens), v.split(prefill.key_lens), strict=True)
     return relative(
@@ -166,14 +167,14 @@ def _prefill(kernel: PrefillKernel, window: int | None, device: str) -> float:
     )
 
 
-def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: str) -> float:
+def _decode(kernel: DecodeKernel, window: int | None, page_size: int, heads: tuple[int, int], device: str) -> float:
     _, index = _indexes([(position, 1) for position in POSITIONS], window, page_size, device)
     assert index is not None
     num_rows = (index.ring.num_pages + 1) * page_size
-    cached = LayerCache.zeros((num_rows, KV_HEADS, HEAD_DIM), torch.bfloat16, torch.device(device))
+    cached = LayerCache.zeros((num_rows, heads[1], HEAD_DIM), torch.bfloat16, torch.device(device))
     cached.k_NGd.normal_()
     cached.v_NGd.normal_()
-    q = torch.randn(len(POSITIONS), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    q = torch.randn(len(POSITIONS), heads[0], HEAD_DIM, dtype=torch.bfloat16, device=device)
     expected = []
     for token, (slot, position) in enumerate(zip(index.slots.tolist(), POSITIONS, strict=True)):
         positions = torch.arange(index.ring.first_visible(position), position + 1, device=device)
