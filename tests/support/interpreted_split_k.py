@@ -4,6 +4,8 @@ A separate program, because the interpreter has to be chosen before Triton is im
 ``PagedDecode`` over a pool of pages, are those of a GPU. Prints the largest difference from the reference for every case.
 """
 
+from itertools import product
+
 import torch
 from test_attention import _decode_index, _expected, _filled, _random
 from xformers.ops.fmha import triton_splitk
@@ -15,10 +17,9 @@ POSITIONS = [3, 0, 15, 16, 2, 50, 133]
 
 
 def main() -> None:
-    for page_size, num_keys in ((16, 16), (64, 64)):
-        for window in (None, 1, 16, 40):
-            for kv_heads, splits in ((2, 1), (1, 2), (4, 3)):
-                print(_difference(page_size, num_keys, window, kv_heads, splits))
+    for number, (window, (kv_heads, splits)) in enumerate(product((None, 1, 16, 40), ((2, 1), (1, 2), (4, 3)))):
+        page_size = (16, 64)[number % 2]  # with every window, and with every number of splits
+        print(_difference(page_size, page_size, window, kv_heads, splits))
 
 
 def _difference(page_size: int, num_keys: int, window: int | None, kv_heads: int, splits: int) -> float:

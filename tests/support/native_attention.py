@@ -17,6 +17,11 @@ from tramontane.workers.attention.rolling_cache import LayerCache
 
 # Relative, by norms: the rounding of the result, and of the weights too on a processor with products of bfloat16.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 5e-4}
+# (query heads, key/value heads) and elements of a head. The sources are compiled for each of them, in about two seconds, so tests
+# share them. By elements: less than a panel of 4 to 32 columns, whole panels, and a last one that is not full. By query heads per
+# key/value head: 1, 2, 3, of which no number of tokens fills the 128 queries of a unit of work, 4 and 8.
+GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 34), ((8, 1), 128), ((4, 2), 2)]
+FEW_GEOMETRIES = GEOMETRIES[:3]  # for other processors
 # Vectors of 4 numbers, of 8 with and without the instructions of AVX2, and what is written for AVX-512, with those in plain C.
 AVX512 = f"-I{shlex.quote(str(Path(__file__).with_name('avx512')))} -D__AVX512F__"
 _OPTIONS = {"SSE": "-mno-avx", "AVX": "-mavx -mno-avx2", "AVX2": "-mavx2 -mfma -mf16c -mno-avx512f", "AVX-512": AVX512}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_attention import TOLERANCE, threads
+from native_attention import GEOMETRIES, TOLERANCE, threads
 from torch import Tensor
 
 from tramontane.proto.plan import WindowClass, ring_pages
@@ -14,7 +14,6 @@ from tramontane.workers.attention.sdpa_backend import PagedDecode
 pytestmark = pytest.mark.usefixtures("compiler")
 CPU = torch.device("cpu")
 MAX_LEN = 320
-GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((8, 1), 128), ((2, 2), 2), ((2, 1), 34)]
 # Positions at the borders of pages and windows, and in any order.
 STARTS = [0, 1, 15, 16, 17, 63, 64, 299, 31, 128, 5]
 
@@ -55,8 +54,9 @@ def _native(q: Tensor, cache: LayerCache, index: DecodeMetadata) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 64, 3, 20])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("heads", "head_dim"), GEOMETRIES)
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim"), [(16, *each) for each in GEOMETRIES] + [(page, (6, 2), 34) for page in (1, 4)]
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
     window: int | None, page_size: int, heads: tuple[int, int], head_dim: int, dtype: str
@@ -70,7 +70,7 @@ def test_it_agrees_with_pytorch_and_reads_only_what_a_token_sees(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_what_it_computes_depends_on_no_other_token_and_on_no_number_of_threads(dtype: str) -> None:
-    q, cache, index = _case(64, 16, (6, 2), 20, dtype, STARTS)
+    q, cache, index = _case(64, 16, (6, 2), 34, dtype, STARTS)
     together = _native(q, cache, index)
     for number in (1, 2, len(STARTS) + 1):  # with the last, heads of a token are computed by several
         with threads(number):

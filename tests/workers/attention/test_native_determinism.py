@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_attention import TOLERANCE, decode, inputs, prefill_in_chunks, threads
+from native_attention import FEW_GEOMETRIES, GEOMETRIES, TOLERANCE, decode, inputs, prefill_in_chunks, threads
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTab
 
 pytestmark = pytest.mark.usefixtures("compiler")
 WINDOWS = [None, 1, 3, 20, 64]
-GEOMETRIES = [((4, 4), 8), ((2, 2), 64), ((16, 4), 64), ((6, 2), 20), ((5, 1), 8), ((8, 1), 128), ((200, 1), 8), ((1, 1), 2)]
+MANY_HEADS = ((200, 1), 8)  # more than a unit of work has queries
+SMALL_PAGES = ((6, 2), 34)  # a page's size changes only where the rows of the cache are, whatever the heads
 NUM_TOKENS = 290
 
 
@@ -26,15 +27,15 @@ def _sizes(num_queries: int) -> list[int]:
     return [*sizes, NUM_TOKENS - sum(sizes)]
 
 
-def _outputs(prompt: tuple[Tensor, Tensor, Tensor], window: int | None) -> dict[str, Tensor]:
-    """Outputs of a prompt in all ways."""
+def _outputs(prompt: tuple[Tensor, Tensor, Tensor], window: int | None, page_size: int = 16) -> dict[str, Tensor]:
+    """Outputs of a prompt in all ways; ``page_size`` is that of other pages."""
     sizes = _sizes(prompt[0].shape[1] // prompt[1].shape[1])
     outs = {
         "in chunks": prefill_in_chunks(prompt, sizes, window),
         "in other chunks": prefill_in_chunks(prompt, sizes[::-1], window),
         "with other chunks in the call": prefill_in_chunks(prompt, sizes, window, [(7, 3), (100, 40), (0, 70)]),
         "token by token": decode(prompt, window),
-        "on other pages": decode(prompt, window, page_size=4, seed=1),
+        "on other pages": decode(prompt, window, page_size, seed=1),
     }
     with threads(3):
         outs["by three threads"] = prefill_in_chunks(prompt, [NUM_TOKENS], window)
@@ -43,16 +44,17 @@ def _outputs(prompt: tuple[Tensor, Tensor, Tensor], window: int | None) -> dict[
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("heads", "head_dim"), GEOMETRIES)
+@pytest.mark.parametrize(("heads", "head_dim"), [*GEOMETRIES, MANY_HEADS])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_token_has_the_same_bits_in_every_way(window: int | None, heads: tuple[int, int], head_dim: int, dtype: str) -> None:
     prompt = inputs(NUM_TOKENS, NUM_TOKENS, heads, head_dim, dtype)
     whole = prefill_in_chunks(prompt, [NUM_TOKENS], window)
-    assert [way for way, out in _outputs(prompt, window).items() if not torch.equal(out, whole)] == []
+    outs = _outputs(prompt, window, 4 if (heads, head_dim) == SMALL_PAGES else 16)
+    assert [way for way, out in outs.items() if not torch.equal(out, whole)] == []
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20)])
+@pytest.mark.parametrize(("heads", "head_dim"), FEW_GEOMETRIES)
 def test_so_it_has_with_vectors_of_other_processors(
     other_processor: str, window: int | None, heads: tuple[int, int], head_dim: int
 ) -> None:

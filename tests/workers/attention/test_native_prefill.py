@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from native_attention import TOLERANCE, inputs, prefill, prefill_index
+from native_attention import FEW_GEOMETRIES, GEOMETRIES, TOLERANCE, inputs, prefill, prefill_index
 from torch import Tensor
 
 from tramontane.workers.attention.backend import causal_window_mask
@@ -12,7 +12,6 @@ from tramontane.workers.attention.metadata import PrefillMetadata
 
 pytestmark = pytest.mark.usefixtures("compiler")
 WINDOWS = [None, 1, 3, 20, 64]
-GEOMETRIES = [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((5, 1), 8), ((8, 1), 128), ((2, 2), 64), ((2, 1), 34), ((4, 2), 2)]
 # (start, tokens): first and later ones, shorter and longer than windows, blocks of keys and the 128 queries of a unit of work
 CHUNKS = [(0, 5), (0, 150), (7, 2), (40, 25), (100, 129), (300, 33)]
 
@@ -51,7 +50,7 @@ def test_it_agrees_with_the_definition_in_float64(window: int | None, heads: tup
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((16, 4), 64), ((6, 2), 20), ((2, 1), 34)])
+@pytest.mark.parametrize(("heads", "head_dim"), FEW_GEOMETRIES)
 def test_vectors_of_other_processors_agree_with_it_too(
     other_processor: str, window: int | None, heads: tuple[int, int], head_dim: int
 ) -> None:
