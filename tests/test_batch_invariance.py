@@ -2,13 +2,14 @@
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from checked_once import checked_once
 from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, scheduler_for
 from hypothesis import given, settings
@@ -48,6 +49,12 @@ class Case:
     max_num_seqs: int = 8
     is_scarce: bool = False  # whether there are pages for the prompts, but not for all answers
     together: bool = True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _checked_once() -> Iterator[None]:
+    with checked_once():
+        yield
 
 
 @pytest.fixture(scope="module")

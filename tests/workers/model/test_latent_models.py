@@ -1,11 +1,13 @@
 """Models with latent attention (Mistral Small 4, Large 3, DeepSeek-V3): logits of transformers, and what a stage holds."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
 from latent_models import SHAPES, publish, to_mistral_layout
 from published_models import Published
@@ -31,6 +33,12 @@ class Case:
     published: Published
     prompts: list[list[int]]
     logits: list[Tensor]  # transformers'
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _checked_once() -> Iterator[None]:
+    with checked_once():
+        yield
 
 
 @pytest.fixture(scope="module", params=SHAPES)

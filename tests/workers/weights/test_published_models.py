@@ -4,6 +4,7 @@ The weights are written by us in both layouts and read by transformers from the 
 reads Mistral's own layout, tensor by tensor, and knows nothing of ours.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
 from safetensors.torch import load_file
 from stage_driver import Driver
@@ -50,6 +52,12 @@ class Written:
     folders: dict[Layout, Path]
     prompts: list[list[int]]
     logits: list[Tensor]  # transformers'
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _checked_once() -> Iterator[None]:
+    with checked_once():
+        yield
 
 
 @pytest.fixture(scope="module", params=MODELS)

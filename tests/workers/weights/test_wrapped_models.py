@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
 from published_models import SHAPES, SIZES, VISION, YARN, Published, Shape, publish, to_mistral_layout
 from safetensors import safe_open
@@ -46,6 +47,12 @@ class Case:
     prompts: list[list[int]]
     logits: list[Tensor]  # transformers'
     fp8: bool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _checked_once() -> Iterator[None]:
+    with checked_once():
+        yield
 
 
 @pytest.fixture(scope="module", params=[(name, fp8) for name in SHAPES for fp8 in (False, True)], ids=str)
