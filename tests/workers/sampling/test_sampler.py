@@ -226,8 +226,8 @@ LARGE = 5000  # more than the likeliest tokens that are sorted at first
 )
 def test_a_large_vocabulary_by_hand(params: SamplingParams, std: float) -> None:
     """Nearly flat distributions, of which all tokens have to be sorted, and others; with many equal logits."""
-    logits = (_logits(40, seed=5, vocab=LARGE, std=std) * 64).round() / 64
-    tokens = sample(logits, [params] * 40, range(40))
+    logits = (_logits(16, seed=5, vocab=LARGE, std=std) * 64).round() / 64
+    tokens = sample(logits, [params] * 16, range(16))
     borders = 0
     for row, token in enumerate(tokens):
         kept = _kept(logits[row].tolist(), params)
@@ -237,7 +237,7 @@ def test_a_large_vocabulary_by_hand(params: SamplingParams, std: float) -> None:
             borders += 1
         else:
             assert token == expected, row
-    assert borders < 12
+    assert borders < 5
 
 
 def test_all_logits_are_sorted_only_where_the_likeliest_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
