@@ -243,7 +243,7 @@ def test_a_client_that_leaves_twice_leaves_nothing(harness: BatchHarness) -> Non
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-@pytest.mark.parametrize("num_between", [0, 2500], ids=["in one transaction", "in several"])
+@pytest.mark.parametrize("num_between", [0, 1100], ids=["in one transaction", "in two"])
 def test_the_first_line_that_is_valid_has_the_custom_id(harness: BatchHarness, keeps_order: bool, num_between: int) -> None:
     """Invalid ones before it do not take it away, and valid ones behind it do not get it."""
     between = b"".join(request(f"b{i}", i) for i in range(num_between))
