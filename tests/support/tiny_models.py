@@ -94,6 +94,11 @@ def sparse_args(*, max_seq_len: int = 1024) -> ModelArgs:
     )
 
 
+def few_experts(args: ModelArgs) -> ModelArgs:
+    """Return a geometry with 16 experts in a layer at most: 128 small ones take seconds to load, and show no more."""
+    return replace(args, moe=replace(args.moe, num_experts=min(args.moe.num_experts, 16))) if args.moe else args
+
+
 def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
     """Return a complete model in float32, with weights large enough that its logits differ clearly."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_model, tiny_args, write_checkpoint
+from tiny_models import few_experts, random_model, tiny_args, write_checkpoint
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
@@ -366,7 +366,7 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
     name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
     """Caches within 2 percent. The matrices of such small models fill no last panel."""
-    args = tiny_variant(PRESETS[name])
+    args = few_experts(tiny_variant(PRESETS[name]))
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     budgets = (StageBudget(GIB),) * 2
     for stage in make_plan(args, PlanRequest(budgets, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:

@@ -16,7 +16,7 @@ from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
 from safetensors.torch import load_file
 from stage_driver import Driver
-from tiny_models import tiny_plan
+from tiny_models import few_experts, tiny_plan
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,7 +38,9 @@ TOLERANCE = 1e-4
 YARN = YarnScaling(factor=16.0, original_max_seq_len=32, llama4_beta=0.1)
 # In FP8: test_wrapped_models.py.
 MODELS = {  # sparse attention: test_sparse_models.py
-    name: replace(tiny_variant(args), dtype="float32", quantization=None) for name, args in PRESETS.items() if not args.sparse
+    name: replace(few_experts(tiny_variant(args)), dtype="float32", quantization=None)
+    for name, args in PRESETS.items()
+    if not args.sparse
 }
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
