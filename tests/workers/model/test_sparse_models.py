@@ -10,7 +10,7 @@ from harness import GREEDY, random_ids, run_in_process
 from published_models import Published
 from sparse_models import SHAPES, publish_sparse, text_config
 from stage_driver import Driver
-from tiny_models import tiny_plan
+from tiny_models import few_experts, tiny_plan
 from torch import Tensor
 from transformers import AutoConfig, MistralLarge4Config, MistralLarge4ForConditionalGeneration
 
@@ -159,7 +159,9 @@ def test_a_written_configuration_is_read_again_and_by_transformers(tmp_path: Pat
 
 
 def test_a_random_checkpoint_is_loaded_by_transformers_and_gives_its_logits(tmp_path: Path) -> None:
-    args = replace(tiny_variant(PRESETS["mistral-large-4-1t"]), dtype="float32", vocab_size=128)
+    """With few experts, and many heads of the indexer: a key has the score 0 if all are negative, and of equals any is right."""
+    args = few_experts(replace(tiny_variant(PRESETS["mistral-large-4-1t"]), dtype="float32", vocab_size=128))
+    args = replace(args, sparse=args.sparse and replace(args.sparse, index_n_heads=32))
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
