@@ -14,6 +14,8 @@ MIXTRAL = "MixtralForCausalLM"
 # Models with latent attention, and what their gates make of logits.
 LATENT = {"Mistral4ForCausalLM": GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 LARGE_4 = "MistralLarge4TextModel"
+# What other programs read of such configurations, and transformers' classes do not, and the only values that are supported.
+GATE_VALUES = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
 # Text models with an encoder of images, which is not used: classes of the text model, by its type.
 WRAPPERS = {
     "Mistral3ForConditionalGeneration": {
@@ -96,7 +98,8 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     The text model's own values come first, but embeddings are tied if either says so: transformers writes both, and its
     wrapper's default is true.
     """
-    text = {key: value for key, value in config["text_config"].items() if value is not None}
+    # Without a q_lora_rank queries are made of the hidden states; other keys that are null are as if they were missing.
+    text = {key: value for key, value in config["text_config"].items() if value is not None or key == "q_lora_rank"}
     wrapper = _architecture_of(config)
     if (kind := text.get("model_type")) not in WRAPPERS[wrapper]:
         raise CheckpointError(
@@ -138,6 +141,14 @@ def _check_supported(config: Mapping[str, Any], architecture: str, source: str) 
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
+    if architecture not in (*LATENT, LARGE_4):
+        return
+    values = GATE_VALUES | {"scoring_func": LATENT.get(architecture, GateScores.SOFTMAX).value}
+    used = [f"{key} = {config[key]!r}" for key, value in values.items() if config.get(key) not in (None, value)]
+    if beta := _rope_parameters(config).get("llama_4_scaling_beta") if architecture != "Mistral4ForCausalLM" else None:
+        used.append(f"llama_4_scaling_beta = {beta!r}")
+    if used:
+        raise CheckpointError(f"{source}: {', '.join(used)} is not supported for {architecture}")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,8 +199,8 @@ def _moe(config: Mapping[str, Any], architecture: str, source: str) -> MoeArgs |
     first, is_large_4 = config["first_k_dense_replace"], architecture == LARGE_4
     if (kinds := config.get("mlp_layer_types")) and is_large_4:
         first = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-        if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
-            raise CheckpointError(f"{source}: mlp_layer_types has 'dense' after 'sparse' layers, and that is not supported")
+        if kinds != ["dense"] * first + ["sparse"] * (config["num_hidden_layers"] - first):
+            raise CheckpointError(f"{source}: mlp_layer_types must be 'dense' for the first layers, and 'sparse' for all others")
     return MoeArgs(
         config["n_routed_experts"],
         config["num_experts_per_tok"],

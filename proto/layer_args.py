@@ -104,6 +104,24 @@ class SparseArgs:
                 raise InvalidModelConfigError(
                     f"layer {layer} cannot use the cache of layer {source}: only one of them has rotary embedding"
                 )
+        self._check_latest_sources()
+
+    def _check_latest_sources(self) -> None:
+        """Raise InvalidModelConfigError where transformers would use another cache than ``kv_source_layers`` says.
+
+        It keeps one cache that others use for layers with rotary embedding, and one for those without: always the latest.
+        """
+        used = {source for layer, source in enumerate(self.kv_source_layers) if source != layer}
+        latest: dict[bool, int] = {}
+        for layer, source in enumerate(self.kv_source_layers):
+            has_rope = self.rope_layers[layer]
+            if layer in used:
+                latest[has_rope] = layer
+            if source != layer and latest[has_rope] != source:
+                raise InvalidModelConfigError(
+                    f"layer {layer} cannot use the cache of layer {source}: that of layer {latest[has_rope]}, which later layers "
+                    "use, too, has taken its place"
+                )
 
     @property
     def stage_starts(self) -> frozenset[int]:

@@ -144,15 +144,21 @@ def _preset_context_len(params: Mapping[str, Any]) -> int:
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
+    """Return YaRN's scaling. Of latent attention its magnitude, if it is applied, is that of all scores: squared, not of keys.
+
+    So vLLM reads it (deepseek_v2.py, with an ``mscale_all_dim`` of 1).
+    """
     yarn = params.get("yarn")
     if not yarn:
         return None
-    factor = float(yarn["factor"])
+    factor, has_latent_attention = float(yarn["factor"]), _has_latent_attention(params)
+    magnitude = yarn_attention_factor(factor) if yarn.get("apply_scale", True) else 1.0
     return YarnScaling(
         factor=factor,
         original_max_seq_len=yarn["original_max_position_embeddings"],
         beta_fast=float(yarn.get("beta", 32.0)),
         beta_slow=float(yarn.get("alpha", 1.0)),
-        attention_factor=yarn_attention_factor(factor) if yarn.get("apply_scale", True) else 1.0,
+        attention_factor=1.0 if has_latent_attention else magnitude,
         llama4_beta=float((params.get("llama_4_scaling") or {}).get("beta", 0.0)),
+        score_factor=magnitude**2 if has_latent_attention else 1.0,
     )

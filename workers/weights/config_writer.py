@@ -157,7 +157,7 @@ def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_seq_len,
             "beta": scaling.beta_fast,
             "alpha": scaling.beta_slow,
-            "apply_scale": scaling.attention_factor != 1.0,
+            "apply_scale": (scaling.attention_factor, scaling.score_factor) != (1.0, 1.0),
         }
         if scaling.llama4_beta:
             original = scaling.original_max_seq_len

@@ -9,13 +9,15 @@ import pytest
 import torch
 from checked_once import checked_once
 from harness import GREEDY, random_ids, run_in_process
-from latent_models import SHAPES, publish, to_mistral_layout
-from published_models import Published
+from latent_models import SHAPES, SIZES, publish, to_mistral_layout
+from published_models import VISION, Published
 from stage_driver import Driver
 from tiny_models import tiny_plan
 from torch import Tensor
+from transformers import DeepseekV3Config, Mistral3Config, Mistral4Config
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.device.probe import panel_rows
@@ -71,7 +73,8 @@ def test_greedy_tokens_are_equal_at_1_2_and_4_stages(case: Case) -> None:
         assert tokens[0] == logits[-1].argmax().item()
 
 
-@pytest.mark.parametrize("name", ["large-3", "queries of hidden states"])  # others are not in Mistral's configuration
+# Mistral's configuration has no other groups, gates and weights. Of these the first has a factor of scores.
+@pytest.mark.parametrize("name", ["small-4", "large-3", "queries of hidden states"])
 def test_mistrals_layout_is_the_same_model(name: str, tmp_path: Path) -> None:
     published, prompt = publish(tmp_path / "hf", name), random_ids(120, seed=1, vocab_size=128)
     to_mistral_layout(published.folder, tmp_path / "mistral")
@@ -118,6 +121,26 @@ def test_published_in_fp8_with_an_encoder_of_images(name: str, scales_per_expert
     torch.testing.assert_close(logits, published.logits(prompt), rtol=0, atol=TOLERANCE)
 
 
+def test_of_deepseek_what_it_does_not_compute_in_transformers_is_refused() -> None:
+    settings = SIZES | SHAPES["deepseek"]
+    config = DeepseekV3Config(**settings).to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    published = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    assert from_hf_config(config) == from_hf_config(config | published)
+    with pytest.raises(CheckpointError, match=r"scoring_func = 'softmax' is not supported for DeepseekV3ForCausalLM"):
+        from_hf_config(config | {"scoring_func": "softmax"})
+    scaled = {**config["rope_parameters"], "llama_4_scaling_beta": 0.1}
+    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta = 0.1 is not supported for DeepseekV3ForCausalLM"):
+        from_hf_config(config | {"rope_parameters": scaled})
+
+
+def test_queries_of_hidden_states_in_a_model_with_an_encoder_of_images() -> None:
+    text = Mistral4Config(**(SIZES | SHAPES["queries of hidden states"])).to_dict()
+    assert text["q_lora_rank"] is None
+    alone = from_hf_config(text | {"architectures": ["Mistral4ForCausalLM"]})
+    wrapped = Mistral3Config(text_config=text, vision_config=VISION, tie_word_embeddings=False).to_dict()
+    assert from_hf_config(wrapped | {"architectures": ["Mistral3ForConditionalGeneration"]}) == alone
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -127,6 +150,9 @@ def test_published_in_fp8_with_an_encoder_of_images(name: str, scales_per_expert
         ("qk_rope_head_dim", 7, "qk_rope_head_dim is 7; rotary embedding needs an even one"),
         ("n_group", 3, "8 experts cannot form 3 groups of two or more"),
         ("topk_group", 2, "2 groups of experts cannot be chosen from 1"),
+        ("scoring_func", "sigmoid", "scoring_func = 'sigmoid' is not supported for Mistral4ForCausalLM"),
+        ("topk_method", "group_limited_greedy", "topk_method = 'group_limited_greedy' is not supported"),
+        ("moe_layer_freq", 2, "moe_layer_freq = 2 is not supported"),
     ],
 )
 def test_what_a_configuration_lacks_or_says_otherwise_is_refused(key: str, value: object, words: str, tmp_path: Path) -> None:

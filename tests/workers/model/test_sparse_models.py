@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import GREEDY, random_ids, run_in_process
 from published_models import Published
-from sparse_models import SHAPES, publish_sparse, text_config
+from sparse_models import SHAPES, YARN, publish_sparse, text_config
 from stage_driver import Driver
 from tiny_models import few_experts, tiny_plan
 from torch import Tensor
@@ -131,7 +131,19 @@ def test_equal_scores_choose_earlier_keys() -> None:
         ("indexer_types", ["shared"] * 7, "the first layer's indexer is 'shared', and there is none before it"),
         ("indexer_types", ["full"] * 6 + ["half"], "indexers of type 'half' are not supported"),
         ("layer_types", ["full_attention"] * 7, "layers of type 'full_attention' are not supported"),
-        ("mlp_layer_types", ["sparse"] * 6 + ["dense"], "mlp_layer_types has 'dense' after 'sparse' layers"),
+        (
+            "kv_source_layers",
+            [0, 1, 2, 2, 0, 1, 6],
+            "layer 4 cannot use the cache of layer 0: that of layer 1, which later layers",
+        ),
+        ("mlp_layer_types", ["sparse"] * 6 + ["dense"], "mlp_layer_types must be 'dense' for the first layers, and 'sparse'"),
+        ("mlp_layer_types", ["dense", "sparse"], "mlp_layer_types must be 'dense' for the first layers, and 'sparse'"),
+        ("scoring_func", "sigmoid", "scoring_func = 'sigmoid' is not supported for MistralLarge4TextModel"),
+        (
+            "rope_parameters",
+            YARN | {"llama_4_scaling_beta": 0.1},
+            "llama_4_scaling_beta = 0.1 is not supported for MistralLarge4",
+        ),
         ("index_head_dim", 8, "qk_rope_head_dim is 10; index_head_dim, 8, must not be less"),
         ("final_logit_softcapping", 0.0, "final_logit_softcapping is 0.0; it must be a positive number"),
     ],
