@@ -68,6 +68,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1,
+        "rms_norm_eps": 0.1,  # not of the norms inside attention
     },
     "queries of hidden states": {**widths(4, None, 24, 8, 4, 12), "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE},
     "deepseek": {

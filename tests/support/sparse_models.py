@@ -31,6 +31,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 1.7,
         "final_logit_softcapping": 3.0,
+        "rms_norm_eps": 0.1,  # also of the norm inside attention
     },
     # Layers of both kinds share a cache of their own kind, in turn.
     "interleaved": {

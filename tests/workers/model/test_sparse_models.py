@@ -19,6 +19,7 @@ from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.workers.attention import sparse_attention
 from tramontane.workers.attention.sdpa_backend import cpu_kernels
 from tramontane.workers.attention.sparse_attention import chosen_rows
 from tramontane.workers.device.probe import panel_rows
@@ -109,6 +110,17 @@ def test_pytorch_computes_the_same_as_the_kernels_in_c(case: Case, monkeypatch: 
     worker = StageWorker.load(plan.stages[0], case.published.folder)
     assert not worker.is_batch_invariant
     (logits,) = Driver(plan, [worker]).run(case.prompts[:1], [[5, 1, 15, 16, 17, 1, 33, 32]])
+    torch.testing.assert_close(logits, case.logits[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kernels", ["C", "PyTorch"])
+def test_scores_of_a_few_tokens_at_a_time_are_the_same(case: Case, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of contexts so long that the scores of all tokens of a chunk would take too much memory."""
+    if kernels == "PyTorch":
+        monkeypatch.setattr(stage_worker, "backend_for", lambda *_: DeviceBackend(cpu_kernels()))
+    monkeypatch.setattr(sparse_attention, "MAX_SCORES", 2000)
+    plan = tiny_plan(read_model_args(case.published.folder))
+    (logits,) = Driver(plan, [StageWorker.load(plan.stages[0], case.published.folder)]).run(case.prompts[:1], [[50, 70]])
     torch.testing.assert_close(logits, case.logits[0], rtol=0, atol=TOLERANCE)
 
 
