@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import GREEDY, random_ids, run_in_process
 from published_models import Published
+from safetensors.torch import load_file, save_file
 from sparse_models import SHAPES, YARN, publish_sparse, text_config
 from stage_driver import Driver
 from tiny_models import few_experts, tiny_plan
@@ -92,6 +93,29 @@ def test_planned_bytes_are_those_in_memory(case: Case) -> None:
         assert held == pytest.approx(stage.weight_bytes + stage.padding_bytes, rel=0.02)
         tensors = [cache.k_NGd for cache in worker.cache.layers.values()] + list(worker.cache.index_keys.values())
         assert sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) == stage.cache_bytes
+
+
+def test_in_bfloat16_gates_and_rotary_factors_are_in_float32_and_draft_networks_are_not_read(tmp_path: Path) -> None:
+    """As the model is published, and written by transformers."""
+    folder = publish_sparse(tmp_path / "model", "defaults").folder
+    path, float32 = folder / "model.safetensors", ("gate.weight", "lerope.alpha")
+    stored = {name: tensor if name.endswith(float32) else tensor.bfloat16() for name, tensor in load_file(path).items()}
+    save_file({**stored, "mtp_dspark.layers.0.attention.wq.weight": torch.ones(2, 2)}, path, metadata={"format": "pt"})
+    args = read_model_args(folder)
+    assert Checkpoint(folder).check(args) == "bfloat16"
+    args = replace(args, dtype="bfloat16")
+    plan = tiny_plan(args, dtype="bfloat16", panel_rows=panel_rows())
+    model = StageWorker.load(plan.stages[0], folder).model
+    assert model.rotary_alpha is not None
+    torch.testing.assert_close(model.rotary_alpha, stored["lerope.alpha"], rtol=0, atol=0)
+    gate = model.block(1).gate
+    assert gate is not None
+    x_TD = torch.randn(50, args.dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scores_TE = torch.softmax(x_TD.float() @ stored["layers.1.gate.weight"].T, dim=-1)
+    experts_Tk = gate(x_TD)[0]
+    assert experts_Tk.sort().values.tolist() == scores_TE.topk(gate.top_k).indices.sort().values.tolist()
+    held = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert held == pytest.approx(plan.stages[0].weight_bytes + plan.stages[0].padding_bytes, rel=0.002)
 
 
 def test_layers_that_share_are_in_one_stage() -> None:
