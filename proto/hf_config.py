@@ -176,6 +176,8 @@ def _sparse(config: Mapping[str, Any], source: str) -> SparseArgs:
     if unknown := {*(config.get("layer_types") or ())} - {"indexed_attention"}:
         raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
     kinds = config["indexer_types"]
+    if len(kinds) != n_layers:
+        raise CheckpointError(f"{source}: indexer_types has {len(kinds)} entries for {n_layers} layers")
     if unknown := {*kinds} - {"full", "shared"}:
         raise CheckpointError(f"{source}: indexers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
     if kinds[0] != "full":

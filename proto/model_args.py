@@ -138,10 +138,10 @@ class ModelArgs:
             return
         if len(groups) == self.n_layers:
             raise PlanError(f"{what}, but the model has only {self.n_layers} layers; no stage may be empty")
-        largest = max(groups, key=len)
+        largest, stages = max(groups, key=len), f"{len(groups)} stage{'s' * (len(groups) > 1)}"
         raise PlanError(
-            f"{what}, but the model's {self.n_layers} layers can form only {len(groups)} stages: those that use the key/value "
-            f"cache or the indexer of another layer must be in its stage, such as layers {largest.start} to {largest.stop - 1}"
+            f"{what}, but the model's {self.n_layers} layers can form only {stages}: those that use the key/value cache or the "
+            f"indexer of another layer must be in its stage, such as layers {largest.start} to {largest.stop - 1}"
         )
 
     def cached_numbers(self, layer: int) -> int:

@@ -36,7 +36,7 @@ LAYOUTS = {LayoutName.HF: Layout.HUGGING_FACE, LayoutName.MISTRAL: Layout.MISTRA
 def make_random(
     like: Annotated[str, typer.Option("--like", help=f"Published geometry: {', '.join(PRESETS)}.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must be empty.")],
-    scale: Annotated[Scale, typer.Option("--scale", help="small: the same shape ratios in 0.5 to 15 MB.")] = Scale.FULL,
+    scale: Annotated[Scale, typer.Option("--scale", help="small: the same shape ratios in 0.5 to 62 MB.")] = Scale.FULL,
     layout: Annotated[LayoutName, typer.Option("--layout", help="Hugging Face's files or Mistral's own.")] = LayoutName.HF,
 ) -> None:
     """Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests."""

@@ -54,7 +54,7 @@ def text_model_args(config: EngineConfig) -> ModelArgs:
     if is_preset(config.model):
         raise ConfigError(
             f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned into tokens; "
-            "give a folder with one, or use serve, which takes token ids as well"
+            "give a folder with one, or use serve or LLM.generate, which take token ids as well"
         )
     return resolve_model_args(config.model)
 

@@ -332,7 +332,7 @@ def test_a_published_geometry_is_no_checkpoint(refused: Refused, tmp_path: Path)
 def test_a_published_geometry_has_no_tokenizer(refused: Refused) -> None:
     assert refused("generate", "--model", "mixtral-8x7b", "--load-format", "dummy", "The") == (
         "--model mixtral-8x7b is a geometry without a tokenizer, so text cannot be turned into tokens; "
-        "give a folder with one, or use serve, which takes token ids as well"
+        "give a folder with one, or use serve or LLM.generate, which take token ids as well"
     )
 
 

@@ -165,6 +165,8 @@ def test_equal_scores_choose_earlier_keys() -> None:
         ("kv_source_layers", [0, 0, 0, 0, 4, 5, 6], "layer 2 cannot use the cache of layer 0: only one of them has rotary"),
         ("kv_source_layers", [0, 0, 2], "kv_source_layers has 3 entries for 7 layers"),
         ("indexer_types", ["shared"] * 7, "the first layer's indexer is 'shared', and there is none before it"),
+        ("indexer_types", ["full"] * 3, "indexer_types has 3 entries for 7 layers"),
+        ("indexer_types", [], "indexer_types has 0 entries for 7 layers"),
         ("indexer_types", ["full"] * 6 + ["half"], "indexers of type 'half' are not supported"),
         ("layer_types", ["full_attention"] * 7, "layers of type 'full_attention' are not supported"),
         (
