@@ -66,12 +66,13 @@ class SparseAttention:
         assert args.sparse is not None
         self._args, self._topk, self._cache = args, args.sparse.index_topk, cache
         self._kernels = kernels.sparse or TorchSparseKernels()
-        self._full = CachedAttention(cache, metadata, kernels)
         parts = (part.write_rows for part in (metadata.prefill[0], metadata.decode[0]) if part is not None)
         self._rows_T = torch.cat(list(parts))  # of all tokens: without a window every one is written
         ends = [*(c.start + c.num_tokens for c in batch.chunks), *(start + 1 for start in batch.decodes.starts)]
         is_long = max(ends) > self._topk
+        self._full = None if is_long else CachedAttention(cache, metadata, kernels)
         self._spans = sequence_spans(batch, table.slots, table.rings[0], metadata.positions) if is_long else []
+        self._counts_T = (metadata.positions + 1).clamp(max=self._topk)
         self._chosen: dict[int, ChosenKeys] = {}  # by the layer whose indexer has chosen
 
     def __call__(
@@ -87,7 +88,7 @@ class SparseAttention:
         cached = self._cache.layers[layer]
         if index is not None:
             self._choose(layer, *index)
-        if not self._spans:
+        if self._full is not None:
             k_TGd = cached.read(self._rows_T)[0] if k_TGd is None else k_TGd
             return self._full(layer, q_THd, k_TGd, k_TGd)
         if k_TGd is not None:
@@ -100,7 +101,7 @@ class SparseAttention:
         """Keep the indexer's keys, and choose for each token of a sequence that has more keys than are to be chosen."""
         keys_Ni = self._cache.index_keys[layer]
         keys_Ni.index_copy_(0, self._rows_T, k_Ti)
-        if not self._spans:
+        if self._full is not None:
             return
         rows_TK = torch.zeros(len(q_TIi), self._topk, dtype=torch.int32, device=q_TIi.device)
         for span in self._spans:
@@ -112,8 +113,7 @@ class SparseAttention:
                 rows_nK = chosen_rows(scores_nS, positions_n, span.rows_S, self._topk)
                 rows_TK[first : first + len(q_nIi), : rows_nK.shape[1]] = rows_nK
                 first += len(q_nIi)
-        positions_T = torch.cat([span.positions_n for span in self._spans])
-        self._chosen[layer] = ChosenKeys(rows_TK, (positions_T + 1).clamp(max=self._topk))
+        self._chosen[layer] = ChosenKeys(rows_TK, self._counts_T)
 
 
 def make_attend(
@@ -147,11 +147,12 @@ def chosen_rows(scores_nS: Tensor, positions_n: Tensor, rows_S: Tensor, topk: in
     """Return the cache rows [n, min(topk, S)] of the keys with the highest scores, earlier ones first; the rest of a row is 0.
 
     Of equal scores those of earlier keys are taken, so that the choice depends on the scores alone. Scores 5 1 3 3 9 of a token
-    at position 3, two to be chosen: 5 and the first 3, which are the keys 0 and 2.
+    at position 3, two to be chosen: 5 and the first 3, which are the keys 0 and 2. A score that is NaN counts as the lowest, so
+    that every row is one of the token's own sequence.
     """
     num_keys, device = scores_nS.shape[1], scores_nS.device
     is_earlier_nS = torch.arange(num_keys, device=device) <= positions_n[:, None]
-    scores_nS = scores_nS.masked_fill(~is_earlier_nS, -torch.inf)
+    scores_nS = scores_nS.masked_fill(scores_nS.isnan() | ~is_earlier_nS, -torch.inf)
     num_chosen = min(topk, num_keys)
     lowest_n1 = scores_nS.topk(num_chosen, dim=1).values[:, -1:]
     is_higher_nS, is_equal_nS = scores_nS > lowest_n1, (scores_nS == lowest_n1) & is_earlier_nS

@@ -148,6 +148,14 @@ def test_scores_of_a_few_tokens_at_a_time_are_the_same(case: Case, kernels: str,
     torch.testing.assert_close(logits, case.logits[0], rtol=0, atol=TOLERANCE)
 
 
+def test_keys_of_the_own_sequence_are_chosen_whatever_their_scores_are() -> None:
+    """Of an overflow in 16 bits; entry 0 of the rows is another sequence's."""
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor([[nan, nan, nan, nan], [nan, 2, nan, nan], [-inf, inf, nan, 1]])
+    rows = chosen_rows(scores, torch.tensor([3, 2, 2]), torch.tensor([10, 20, 30, 40]), 2)
+    assert rows.tolist() == [[10, 20], [10, 20], [10, 20]]
+
+
 def test_equal_scores_choose_earlier_keys() -> None:
     scores = torch.tensor([[5.0, 1, 3, 3, 9], [2, 2, 2, 2, 2], [0, -1, 0, 0, 0], [1, 2, 3, 4, 5]])
     rows = chosen_rows(scores, torch.tensor([3, 4, 1, 0]), torch.tensor([10, 20, 30, 40, 50]), 2)
