@@ -29,6 +29,23 @@ class WindowClass:
         """Return how many pages a sequence of ``num_positions`` cached positions holds."""
         return min(-(-num_positions // page_size), self.ring_pages)
 
+    def new_pages(self, start: int, end: int, page_size: int) -> range:
+        """Return the indices of the pages that a sequence gains with the positions from ``start`` up to ``end``.
+
+        Page n of a sequence has its positions nP to nP + P - 1, and takes the entry n mod R from page n - R. P = 16, R = 5:
+        positions 10 to 69 begin pages 1 to 4, position 80 page 5, and 83 none. Positions 0 to 699 are on the pages 0 to 43, of
+        which the last five remain.
+        """
+        total = -(-end // page_size)
+        return range(max(-(-start // page_size), total - self.ring_pages), total)
+
+    def first_written(self, start: int, end: int, page_size: int) -> int:
+        """Return the first position that a chunk from ``start`` up to ``end`` leaves in the cache: all that fit into the ring.
+
+        P = 16, R = 5: of positions 0 to 79 all remain, of positions 0 to 699 those from 624 on, which are pages 39 to 43.
+        """
+        return max(start, (-(-end // page_size) - self.ring_pages) * page_size)
+
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:

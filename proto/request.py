@@ -132,6 +132,11 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether sampling depends on which tokens there are so far."""
+        return self.needs_token_counts or bool(self.grammar)
+
+    @property
     def needs_logits_processing(self) -> bool:
         """Whether logits are changed before sampling, other than by the grammar."""
         return self.needs_token_counts or bool(self.logit_bias or self.min_tokens)
@@ -148,6 +153,7 @@ class SequenceRequest:
     owner: int = 0  # stands for the client's API key, for fair queueing between keys
     already_admitted: bool = False  # by a router or ingress that was lost since: not to be refused for lack of capacity
     request_id: str = ""  # name of the request in logs, also in those of the stages
+    cache_salt: str = ""  # only sequences with the same one share cached pages
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:

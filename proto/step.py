@@ -19,13 +19,14 @@ class Chunk(NamedTuple):
     """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be computed again."""
 
     seq_id: int
-    start: int  # absolute position of the first token; a chunk at position 0 begins its sequence
+    start: int  # absolute position of the first token; in a sequence's first chunk the length of its cached prefix
     token_ids: tuple[int, ...]
-    new_pages: tuple[tuple[int, ...], ...]  # one tuple per window class, appended to the sequence's page ring
+    new_pages: tuple[tuple[int, ...], ...]  # per window class, the sequence's last pages up to the chunk's end that are new to it
     sampling: SamplingParams | None  # in the first chunk only
     needs_sample: bool  # whether a token is sampled from the logits of the last token
     num_prompt: int = 0  # in the first chunk only; known tokens after them are output, which a preempted sequence computes again
     request_id: str = ""  # for logs, in the first chunk only
+    skipped_ids: tuple[int, ...] = ()  # in the first chunk only: the cached prefix, where sampling depends on it
 
     @property
     def num_tokens(self) -> int:

@@ -200,7 +200,7 @@ def _next_chunk(sequence: Sequence, allocator: PageAllocator, num_tokens: int) -
         sequence.seq_id,
         start,
         sequence.known_ids(start, end),
-        allocator.allocate(sequence, end),
+        allocator.allocate(sequence, start, end),
         GREEDY if start == 0 else None,
         needs_sample=True,
     )

@@ -107,7 +107,7 @@ class QueueWaitTracker:
     def record_starts(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
         """Record which requests, by the ids of their sequences, start with this micro-batch."""
         for chunk in batch.chunks:
-            if chunk.start == 0 and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
+            if chunk.sampling is not None and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
                 request.started_at = self._clock()
                 self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 

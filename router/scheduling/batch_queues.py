@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from itertools import takewhile
+from operator import add
 
 from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.proto.step import Chunk, DecodeColumns
@@ -47,25 +48,31 @@ class PrefillQueue:
         for sequence in list(self.schedulable()):
             if budget <= 0:
                 break
-            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
+            given = self._allocator.reuse_prefix(sequence) if not sequence.num_dispatched else None
+            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget), given))
             budget -= chunks[-1].num_tokens
             if not sequence.num_pending:
                 self.sequences.remove(sequence)
         return chunks
 
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, num_tokens: int, given: tuple[tuple[int, ...], ...] | None) -> Chunk:
+        """Return the next tokens. The first chunk has the pages ``given`` of the prefix before it."""
         start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
         sequence.num_dispatched = end
         sequence.num_in_flight += 1
+        pages = self._allocator.allocate(sequence, start, end)
+        if given is None:
+            return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), pages, None, end == sequence.num_known)
         return Chunk(
             seq_id=sequence.seq_id,
             start=start,
             token_ids=sequence.known_ids(start, end),
-            new_pages=self._allocator.allocate(sequence, end),
-            sampling=sequence.sampling if start == 0 else None,
+            new_pages=tuple(map(add, given, pages)),
+            sampling=sequence.sampling,
             needs_sample=end == sequence.num_known,
-            num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
-            request_id=sequence.request_id if start == 0 else "",
+            num_prompt=len(sequence.prompt_ids),
+            request_id=sequence.request_id,
+            skipped_ids=sequence.known_ids(0, start) if sequence.sampling.needs_tokens else (),
         )
 
 
@@ -118,7 +125,7 @@ class DecodeQueue:
                     if preempt():
                         continue
                     break
-                grown.append((len(going), self._allocator.allocate(sequence, num_known)))
+                grown.append((len(going), self._allocator.allocate(sequence, num_known - 1, num_known)))
             ready.popleft()
             going.append(sequence)
             sequence.num_dispatched = num_known

@@ -1,31 +1,46 @@
 """The page allocator: which sequence holds which cache page. Stages own the bytes; only this module owns the numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.router.scheduling.page_pool import PagePool
+from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
 from tramontane.router.scheduling.sequence import Sequence
 
 UNBOUNDED = 2**62  # positions: a full ring suffices for any number
+FIRST_BLOCKS = 4  # whose keys are computed before the first of them is looked up
 
 
 class PageAllocator:
-    """Free and reserved pages of every window class.
+    """Pages of every window class, and how many of them are reserved.
 
     In a class with a window a sequence reserves the pages of its full length when it is admitted: they are few, and then it can
     always grow. In a class without one it reserves the pages of its known tokens, and more as it grows (``reserve``), which may
     fail: most sequences end long before their full length. Pages are allocated only as they fill.
+
+    A page that leaves the window is given back, and its entry gets a fresh one. What is in full pages is known by their tokens:
+    a sequence that begins with the same tokens shares them (``reuse_prefix``). It reserves as many pages as without, so
+    sequences are admitted and preempted as they would be.
     """
 
-    def __init__(self, cache: CachePlan) -> None:
+    def __init__(self, cache: CachePlan, reuses_prefixes: bool = True) -> None:
         self.cache = cache
-        self._free = [list(range(c.num_pages))[::-1] for c in cache.classes]
+        self._reuses_prefixes = reuses_prefixes
+        self._pools = [PagePool(c.num_pages) for c in cache.classes]
+        self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
+        self.num_queried = self.num_hit = 0  # tokens of sequences that have begun, and those of them that were cached
         self._reserved = [0] * len(cache.classes)
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
 
     @property
     def num_free(self) -> list[int]:
-        """Free pages of each class, reserved ones included."""
-        return [len(free) for free in self._free]
+        """Pages of each class that no sequence holds, reserved and cached ones included."""
+        return [pool.num_idle for pool in self._pools]
+
+    @property
+    def num_cached(self) -> int:
+        """Pages of all classes that no sequence holds, and whose contents are known."""
+        return sum(pool.num_cached for pool in self._pools)
 
     @property
     def num_pages(self) -> int:
@@ -62,7 +77,7 @@ class PageAllocator:
         if not self._is_possible(reserved, num_spare):
             return False
         self._reserved = reserved
-        sequence.pages, sequence.num_paged_positions = [[] for _ in needs], 0
+        sequence.pages, sequence.written_from = [[] for _ in needs], [0] * len(needs)
         self._set_reserved(sequence, needs)
         return True
 
@@ -78,39 +93,115 @@ class PageAllocator:
         self._set_reserved(sequence, needs)
         return True
 
-    def allocate(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
-        """Allocate the pages that ``num_positions`` cached positions need beyond those held, all reserved; return the new ones.
+    def allocate(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+        """Allocate the pages that positions from ``start`` to ``end`` need beyond those held, all reserved; return the new ones.
 
-        P = 16, R = 5, 3 pages held (48 positions): for 70 positions ceil(70/16) = 5, so two
-        more; for 700 positions min(44, 5) = 5, two more again.
+        In a class with a window the sequence gives back those that no later token sees. Steps pass every stage in their order,
+        so pages can have new holders at once. P = 16, R = 5, pages 0 to 4 held: for position 80 page 5, and page 0 is given back.
         """
-        if num_positions <= sequence.num_paged_positions:
+        if end <= sequence.num_paged_positions:
+            self._record_written(sequence, start, end)
             return self._no_pages
-        assert num_positions <= sequence.num_reserved_positions
-        gained, covered = [], UNBOUNDED
-        for window_class, free, held in zip(self.cache.classes, self._free, sequence.pages, strict=True):
-            num_needed = window_class.pages_for(num_positions, self.cache.page_size)
-            new = tuple([free.pop() for _ in range(num_needed - len(held))])
-            held += new
+        assert end <= sequence.num_reserved_positions
+        self._register_blocks(sequence, start)
+        gained, paged = [], sequence.num_paged_positions
+        for window_class, pool, held in zip(self.cache.classes, self._pools, sequence.pages, strict=True):
+            num_new = len(window_class.new_pages(paged, end, self.cache.page_size))
+            num_left = max(len(held) + num_new - window_class.ring_pages, 0)
+            pool.give_back(held[:num_left])
+            new = tuple([pool.take() for _ in range(num_new)])
+            held[:] = (*held[num_left:], *new)
             gained.append(new)
-            covered = min(covered, self._covered(window_class, num_needed))
-        sequence.num_paged_positions = covered
+        sequence.num_paged_positions = -(-end // self.cache.page_size) * self.cache.page_size
+        self._record_written(sequence, start, end)
         return tuple(gained)
 
+    def reuse_prefix(self, sequence: Sequence) -> tuple[tuple[int, ...], ...]:
+        """Give a sequence that has not begun the cached pages of its longest known prefix; return them.
+
+        ``sequence.num_dispatched`` is then the length of that prefix. At least one known token is left to be computed.
+        """
+        assert not sequence.num_dispatched
+        self.num_queried += sequence.num_known
+        if not (self._reuses_prefixes and sequence.can_skip_prefix):
+            return self._no_pages
+        num_blocks = reusable_blocks(self.cache, self._find_blocks(sequence, (sequence.num_known - 1) // self.cache.page_size))
+        num_positions = num_blocks * self.cache.page_size
+        keys, given = sequence.hasher.keys[:num_blocks], []
+        for window_class, pool in zip(self.cache.classes, self._pools, strict=True):
+            first = first_page_seen(num_positions, window_class.window, self.cache.page_size)
+            pages = [page for key in keys[first:] if (page := pool.find(key)) is not None]
+            assert len(pages) == num_blocks - first
+            for page in pages:
+                pool.share(page)
+            given.append(pages)
+        sequence.pages = given
+        sequence.num_dispatched = sequence.num_paged_positions = sequence.num_reused = num_positions
+        sequence.num_registered = num_blocks
+        sequence.written_from = [num_positions - len(pages) * self.cache.page_size for pages in given]
+        self.num_hit += num_positions
+        return tuple(map(tuple, given))
+
     def release(self, sequence: Sequence) -> None:
-        """Free all pages and reservations; only when no micro-batch in flight can still touch the pages."""
+        """Give back all pages and reservations; only when no micro-batch in flight can still touch the pages."""
         assert sequence.num_in_flight == 0
-        for free, held in zip(self._free, sequence.pages, strict=True):
-            free += held
+        self._register_blocks(sequence, sequence.num_dispatched)
+        for pool, held in zip(self._pools, sequence.pages, strict=True):
+            pool.give_back(held)
         self._reserved = self._reserved_without([sequence])
-        sequence.pages, sequence.reserved_pages, sequence.num_paged_positions, sequence.num_reserved_positions = [], [], 0, 0
+        sequence.pages, sequence.reserved_pages, sequence.written_from = [], [], []
+        sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = sequence.num_reused = 0
+
+    def forget_contents(self) -> None:
+        """Forget what is cached: the stages have lost it. No sequence holds pages."""
+        self._just_written.clear()
+        for pool in self._pools:
+            pool.forget_contents()
+
+    def register_written(self) -> None:
+        """Make known what the last micro-batch writes. Another sequence in it would read those pages before they are written."""
+        for sequence, end in self._just_written:
+            if sequence.pages:  # else it has been released
+                self._register_blocks(sequence, min(end, sequence.num_dispatched))  # which is 0 if it is to begin again
+        self._just_written.clear()
+
+    def _record_written(self, sequence: Sequence, start: int, end: int) -> None:
+        """Record what a step writes: of a chunk that is longer than the ring, its last pages."""
+        for index, window_class in enumerate(self.cache.classes):
+            if (first := window_class.first_written(start, end, self.cache.page_size)) > start:
+                sequence.written_from[index] = first
+        self._just_written.append((sequence, end))
+
+    def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
+        """Make known what is in the pages that so many positions fill."""
+        num_blocks = num_positions // self.cache.page_size
+        if num_blocks <= sequence.num_registered or not self._reuses_prefixes:
+            return
+        self._hash_blocks(sequence, num_blocks)
+        size, first_new = self.cache.page_size, sequence.num_registered
+        for pool, held, written_from in zip(self._pools, sequence.pages, sequence.written_from, strict=True):
+            first_held = sequence.num_paged_positions // size - len(held)
+            for block in range(max(first_new, first_held, -(-written_from // size)), num_blocks):
+                pool.register(sequence.hasher.keys[block], held[block - first_held])
+        sequence.num_registered = num_blocks
+
+    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        if (num_known := len(sequence.hasher.keys)) < num_blocks:
+            size = self.cache.page_size
+            sequence.hasher.extend(sequence.known_ids(num_known * size, num_blocks * size), size)
+
+    def _find_blocks(self, sequence: Sequence, num_blocks: int) -> Iterator[list[bool]]:
+        """Yield for each block which classes have its page. Keys are computed some at a time: most prompts have no hit."""
+        for block in range(num_blocks):
+            if block >= len(sequence.hasher.keys):
+                self._hash_blocks(sequence, min(2 * block + FIRST_BLOCKS, num_blocks))
+            yield [pool.find(sequence.hasher.keys[block]) is not None for pool in self._pools]
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
-        """Assert that free and held pages are all pages, each exactly once, and that reservations are complete and add up."""
+        """Assert that pages have the holders that are counted, and that reservations are complete and add up."""
         holders = list(holders)
         for index, window_class in enumerate(self.cache.classes):
-            held = [page for sequence in holders for page in sequence.pages[index]]
-            assert sorted(self._free[index] + held) == list(range(window_class.num_pages))
+            self._pools[index].check_integrity(page for sequence in holders for page in sequence.pages[index])
             assert self._reserved[index] == sum(s.reserved_pages[index] for s in holders) <= window_class.num_pages
             assert all(len(s.pages[index]) <= s.reserved_pages[index] for s in holders)
             if window_class.window is not None:

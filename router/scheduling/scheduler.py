@@ -39,7 +39,7 @@ class Scheduler:
         self.epoch = epoch
         self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
         self._waiting = WaitingQueue()
-        self._running = RunningSet(cache, limits.max_num_seqs)
+        self._running = RunningSet(cache, limits.max_num_seqs, limits.reuses_prefixes)
         self.allocator = self._running.allocator
         self._prefills = PrefillQueue(self.allocator, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator)
@@ -58,6 +58,7 @@ class Scheduler:
 
     def schedule(self) -> MicroBatch | None:
         """Return the next micro-batch, or None if nothing can be submitted now."""
+        self.allocator.register_written()
         self._admit()
         budget = self.policy.choose_budget(self._state())
         if budget is None:
@@ -113,6 +114,7 @@ class Scheduler:
                 self._deschedule(sequence, PREEMPTED)
             self._release_if_drained(sequence)
         self._freed.clear()
+        self.allocator.forget_contents()
 
     def failed_batch(self, batch: MicroBatch) -> FailedBatch:
         """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has failed."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tramontane.proto.request import SamplingParams
+from tramontane.router.scheduling.prefix_cache import BlockHasher
 
 
 class SequenceStatus(Enum):
@@ -26,17 +27,22 @@ class Sequence:
     priority: int = 0  # 0 is the most urgent
     owner: int = 0  # number of its API key: among equals, owners take turns
     request_id: str = ""  # for logs
+    cache_salt: str = ""  # only sequences with the same one share cached pages
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
     num_dispatched: int = 0  # tokens submitted to the pipeline so far
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
     is_decoding: bool = False  # all that was known at its admission has been computed
-    pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
+    pages: list[list[int]] = field(default_factory=list)  # per window class, those that it holds, in the order of positions
     reserved_pages: list[int] = field(default_factory=list)  # pages per window class that no other sequence may take
     end_ids: frozenset[int] = frozenset()  # tokens that end it, once it is added to a scheduler
-    num_paged_positions: int = 0  # positions for which ``pages`` suffice
+    num_paged_positions: int = 0  # positions up to the end of the last of its pages
     num_reserved_positions: int = 0  # positions for which ``reserved_pages`` suffice
+    hasher: BlockHasher = field(init=False)
+    num_reused: int = 0  # tokens of the cached prefix with which it has begun
+    num_registered: int = 0  # blocks that are known to the allocator
+    written_from: list[int] = field(default_factory=list)  # per window class, the first position from which all are cached
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
     was_scheduled: bool = False  # it had a slot before, or is the next to get one
     num_failures: int = 0  # failed micro-batches that had the same of its positions, without a token since
@@ -47,6 +53,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids) + len(self.output_ids)
         self.effective_priority = self.priority
+        self.hasher = BlockHasher(self.cache_salt)
 
     def accept(self, token_id: int) -> int:
         """Append a sampled token; return how many tokens are known now."""
@@ -58,6 +65,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens not yet submitted; 0 while a decode token waits for its predecessor."""
         return self.num_known - self.num_dispatched
+
+    @property
+    def can_skip_prefix(self) -> bool:
+        """Whether its first tokens need not be computed: nothing about them is returned."""
+        return self.sampling.prompt_logprobs is None and not self.sampling.return_experts
 
     @property
     def max_cached(self) -> int:

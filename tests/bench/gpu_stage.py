@@ -118,8 +118,8 @@ class Runner:
 
     def _grow(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
         assert self.allocator.reserve(sequence, num_positions), "the planned cache is too small for this row"
-        sequence.num_dispatched = num_positions
-        return self.allocator.allocate(sequence, num_positions)
+        start, sequence.num_dispatched = sequence.num_dispatched, num_positions
+        return self.allocator.allocate(sequence, start, num_positions)
 
     def _batch(self, chunks: tuple[Chunk, ...], decodes: DecodeColumns = NO_DECODES) -> MicroBatch:
         in_order = tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens == 1))

@@ -64,7 +64,7 @@ def _decode(kind: Kind, prompt: tuple[Tensor, Tensor, Tensor], device: str) -> T
     ring = PageRings(WindowClass(kind.window, ring_length, 2 * ring_length), kind.page_size, 2, torch.device(device))
     pages = torch.randperm(2 * ring_length, generator=torch.Generator().manual_seed(1)).tolist()
     for slot in range(2):
-        ring.append_pages(slot, tuple(pages[slot * ring_length : (slot + 1) * ring_length]))
+        ring.put_pages(slot, 0, tuple(pages[slot * ring_length : (slot + 1) * ring_length]))
     ring.flush()
     shape = (2 * ring_length * kind.page_size, *k_LGd.shape[1:])
     cache = LayerCache(*(torch.full(shape, torch.nan, dtype=k_LGd.dtype, device=device) for _ in range(2)))

@@ -1,6 +1,6 @@
 """A pipeline with a real scheduler and no stages; it checks the invariants on which stages rely."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,8 +24,10 @@ def new_cache(page_size: int, num_seqs: float, *windows: int | None, max_len: in
 
 
 def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len: int = 256) -> Sequence:
+    """Return a sequence that begins with other tokens than others."""
     sampling = SamplingParams(max_tokens=new, temperature=0.0)
-    return Sequence(seq_id, tuple(range(10, 10 + prompt)), sampling, min(prompt + new, max_len), priority)
+    prompt_ids = tuple(10 + (97 * seq_id + i) % 980 for i in range(prompt))
+    return Sequence(seq_id, prompt_ids, sampling, min(prompt + new, max_len), priority)
 
 
 @dataclass
@@ -34,8 +36,11 @@ class FakePipeline:
 
     scheduler: Scheduler
     in_flight: deque[MicroBatch] = field(default_factory=deque)
-    pages: dict[int, list[list[int]]] = field(default_factory=dict)
-    positions: Counter[int] = field(default_factory=Counter)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of each sequence, those whose keys are cached
+    entries: dict[int, list[dict[int, int]]] = field(default_factory=dict)  # per sequence and class, pages by index
+    # What is in a row of a page of a class: all tokens up to that position, and the salt.
+    rows: dict[tuple[int, int, int], tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    num_reused: int = 0
     events: list[TokenEvent] = field(default_factory=list)
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
     num_stages: int = 0  # with timings in the results
@@ -70,6 +75,13 @@ class FakePipeline:
                 pass
             self.answer()
 
+    def fence(self) -> None:
+        """Forget what stages forget when they are fenced."""
+        self.in_flight.clear()
+        self.tokens.clear()
+        self.entries.clear()
+        self.rows.clear()
+
     def tokens_of(self, seq_id: int) -> list[TokenEvent]:
         return [event for event in self.events if event.seq_id == seq_id]
 
@@ -80,22 +92,66 @@ class FakePipeline:
         sizes = [c.num_tokens > 1 for c in chunks]
         assert sizes == sorted(sizes, reverse=True)
         for seq_id in batch.freed_seq_ids:
-            del self.pages[seq_id], self.positions[seq_id]
+            del self.tokens[seq_id], self.entries[seq_id]
         for chunk in chunks:
-            self._check_chunk(chunk)
-        for of_class in zip(*self.pages.values(), strict=True):
-            held = [page for ring in of_class for page in ring]
-            assert len(held) == len(set(held)), "a page has two owners"
+            self._begin(chunk)
+        runs, ones = chunks[: sum(sizes)], chunks[sum(sizes) :]
+        for chunk in runs:  # as stages do it: all chunks read, then all write
+            self._read(chunk.seq_id, chunk.start, 0)
+        for chunk in runs:
+            self._write(chunk)
+        for chunk in ones:
+            self._write(chunk)
+        for chunk in ones:
+            self._read(chunk.seq_id, chunk.start + 1, 1)
 
-    def _check_chunk(self, chunk: Chunk) -> None:
+    def _begin(self, chunk: Chunk) -> None:
+        """Check that a stage sees positions in order, each once, and put the pages of a cached prefix in their entries."""
         cache = self.scheduler.allocator.cache
-        assert (chunk.sampling is not None) == (chunk.start == 0) == (chunk.seq_id not in self.pages)
-        rings = self.pages.setdefault(chunk.seq_id, [[] for _ in cache.classes])
-        assert chunk.start == self.positions[chunk.seq_id], "a stage sees positions in order, each once"
-        self.positions[chunk.seq_id] += chunk.num_tokens
-        for ring, new, window_class in zip(rings, chunk.new_pages or ((),) * len(rings), cache.classes, strict=True):
-            ring += new
-            assert len(ring) == window_class.pages_for(self.positions[chunk.seq_id], cache.page_size)
+        assert (chunk.sampling is not None) == (chunk.seq_id not in self.tokens)
+        if chunk.sampling is None:
+            assert chunk.start == len(self.tokens[chunk.seq_id])
+            return
+        self.num_reused += chunk.start
+        self.tokens[chunk.seq_id] = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
+        assert chunk.skipped_ids == (self.tokens[chunk.seq_id] if chunk.sampling.needs_tokens else ())
+        entries = self.entries[chunk.seq_id] = [{} for _ in cache.classes]
+        first = chunk.start // cache.page_size
+        for of_class, pages, num_own in zip(entries, chunk.new_pages, self._num_own(chunk), strict=True):
+            given = pages[: len(pages) - num_own]
+            of_class.update(zip(range(first - len(given), first), given, strict=True))
+
+    def _num_own(self, chunk: Chunk) -> list[int]:
+        cache = self.scheduler.allocator.cache
+        return [len(c.new_pages(chunk.start, chunk.start + chunk.num_tokens, cache.page_size)) for c in cache.classes]
+
+    def _read(self, seq_id: int, end: int, is_written: int) -> None:
+        """Check that what a token at ``end`` - ``is_written`` sees of the cache is of its own sequence."""
+        cache, salt = self.scheduler.allocator.cache, self._sequence(seq_id).cache_salt
+        for index, window_class in enumerate(cache.classes):
+            first = 0 if window_class.window is None else max(end - is_written - window_class.window + 1, 0)
+            for position in range(first, end):
+                page = self.entries[seq_id][index][position // cache.page_size]
+                found = self.rows[index, page, position % cache.page_size]
+                assert found == (salt, self.tokens[seq_id][: position + 1])
+
+    def _write(self, chunk: Chunk) -> None:
+        cache, end = self.scheduler.allocator.cache, chunk.start + chunk.num_tokens
+        tokens = self.tokens[chunk.seq_id] = self.tokens[chunk.seq_id] + chunk.token_ids
+        salt, last = self._sequence(chunk.seq_id).cache_salt, -(-end // cache.page_size)
+        news = chunk.new_pages or ((),) * len(cache.classes)
+        for index, (window_class, pages, num_own) in enumerate(zip(cache.classes, news, self._num_own(chunk), strict=True)):
+            assert len(pages) >= num_own
+            of_class = self.entries[chunk.seq_id][index]
+            of_class.update(zip(range(last - num_own, last), pages[len(pages) - num_own :], strict=True))
+            for gone in [n for n in of_class if n < last - window_class.ring_pages]:
+                del of_class[gone]
+            for position in range(window_class.first_written(chunk.start, end, cache.page_size), end):
+                row = index, of_class[position // cache.page_size], position % cache.page_size
+                self.rows[row] = salt, tokens[: position + 1]
+
+    def _sequence(self, seq_id: int) -> Sequence:
+        return self.scheduler._running.by_id[seq_id]
 
 
 def new_pipeline(

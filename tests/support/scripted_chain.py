@@ -8,6 +8,7 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import ExpertChoices, Logprobs
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 
+PAGE_SIZE = 16
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
@@ -71,24 +72,46 @@ class StatefulChain(ScriptedChain):
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
         self.known: dict[int, list[int]] = {}
+        self.pages: dict[int, dict[int, int]] = {}  # of each sequence, of the first window class, by index
+        self.in_page: dict[int, list[int]] = {}  # of the first window class: all tokens up to its end
         self.num_failed = 0
 
     async def fence(self) -> int:
         self.known.clear()
+        self.pages.clear()
+        self.in_page.clear()
         return await super().fence()
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         for seq_id in batch.freed_seq_ids:
-            del self.known[seq_id]
+            del self.known[seq_id], self.pages[seq_id]
         sampled = []
         for chunk in all_chunks(batch):
-            known = self.known.setdefault(chunk.seq_id, [])
+            if chunk.sampling is not None:
+                assert chunk.seq_id not in self.known
+                self._begin(chunk)
+            known = self.known[chunk.seq_id]
             assert chunk.start == len(known), "positions are missing, or come twice"
-            assert (chunk.sampling is not None) == (chunk.start == 0)
             known += chunk.token_ids
+            self._fill_pages(chunk)
             if chunk.needs_sample:
                 sampled.append(next_token_id(known))
         return self._through(batch, tuple(sampled))
+
+    def _begin(self, chunk: Chunk) -> None:
+        """Begin a sequence with what is in the last page of its cached prefix. Chunks are no longer than a ring."""
+        num_given, num_pages = chunk.start // PAGE_SIZE, -(-(chunk.start + chunk.num_tokens) // PAGE_SIZE)
+        self.pages[chunk.seq_id] = {}
+        self.known[chunk.seq_id] = []
+        if num_given:
+            self.known[chunk.seq_id] += self.in_page[chunk.new_pages[0][num_given - 1 - num_pages]]
+
+    def _fill_pages(self, chunk: Chunk) -> None:
+        known, pages, new = self.known[chunk.seq_id], self.pages[chunk.seq_id], chunk.new_pages[0] if chunk.new_pages else ()
+        num_pages = -(-len(known) // PAGE_SIZE)
+        pages.update(zip(range(num_pages - len(new), num_pages), new, strict=True))
+        for index in range(chunk.start // PAGE_SIZE, len(known) // PAGE_SIZE):
+            self.in_page[pages[index]] = known[: (index + 1) * PAGE_SIZE]
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
         try:

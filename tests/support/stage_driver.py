@@ -62,7 +62,9 @@ class Driver:
         start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
         sequence.num_dispatched = end
         sampling = SAMPLING if start == 0 else None
-        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), allocator.allocate(sequence, end), sampling, False)
+        return Chunk(
+            sequence.seq_id, start, sequence.known_ids(start, end), allocator.allocate(sequence, start, end), sampling, False
+        )
 
     def _step(self, batch: MicroBatch) -> Tensor:
         activation: Activation | None = None

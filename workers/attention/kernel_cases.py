@@ -128,6 +128,6 @@ def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: to
     ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
     pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
     for slot in range(num_tokens):
-        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
+        ring.put_pages(slot, 0, tuple(pages[slot * entries : (slot + 1) * entries]))
     ring.flush()
     return ring

@@ -78,8 +78,10 @@ def num_cached_keys(start: int, window: int | None) -> int:
 
 
 def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: torch.device) -> AttentionMetadata:
-    """Build the index tensors of a micro-batch whose sequences and pages are in ``table``."""
+    """Build the index tensors of a micro-batch with which ``table`` has been updated, and make its pages visible there."""
     runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
+    cached_rows = [_cached_rows(runs, ring, table, device) if runs else None for ring in table.rings]
+    table.flush()
     ones = batch.chunks[len(runs) :]
     assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
     starts = [*(chunk.start for chunk in ones), *batch.decodes.starts]
@@ -93,7 +95,10 @@ def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: to
         positions=positions_T,
         num_prefill_tokens=num_prefill,
         sampled_rows=tensor_on(_sampled_rows(batch), torch.int64, device),
-        prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
+        prefill=tuple(
+            None if cached is None else _prefill_index(runs, ring, table, device, cached)
+            for ring, cached in zip(table.rings, cached_rows, strict=True)
+        ),
         decode=tuple(
             build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
             for ring in table.rings
@@ -109,20 +114,29 @@ def _sampled_rows(batch: MicroBatch) -> list[int]:
     return [*of_chunks, *range(first, first + len(batch.decodes.seq_ids))]
 
 
-def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillMetadata:
+def _cached_rows(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> Tensor:
+    """Return ``PrefillMetadata.cached_rows``, before the chunks' own pages take the places of those that they read."""
+    cached = [num_cached_keys(chunk.start, ring.window) for chunk in runs]
+    slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
+    positions = _ranges([(chunk.start - n, n) for chunk, n in zip(runs, cached, strict=True)])
+    return ring.rows(to_device(_repeat(slots, cached), device), to_device(positions, device))
+
+
+def _prefill_index(
+    runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device, cached_rows: Tensor
+) -> PrefillMetadata:
     window = ring.window
     cached = [num_cached_keys(chunk.start, window) for chunk in runs]
-    kept = [chunk.num_tokens if window is None else min(chunk.num_tokens, window) for chunk in runs]
+    kept = [chunk.start + chunk.num_tokens - ring.first_written(chunk) for chunk in runs]
     lens = [chunk.num_tokens for chunk in runs]
     slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
-    cached_positions = _ranges([(c.start - n, n) for c, n in zip(runs, cached, strict=True)])
     written_positions = _ranges([(c.start + c.num_tokens - n, n) for c, n in zip(runs, kept, strict=True)])
     return PrefillMetadata(
         window=window,
         query_lens=tuple(lens),
         key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
         starts=tuple(chunk.start for chunk in runs),
-        cached_rows=ring.rows(to_device(_repeat(slots, cached), device), to_device(cached_positions, device)),
+        cached_rows=cached_rows,
         key_order=to_device(_key_order(cached, lens), device),
         written=to_device(_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]), device),
         write_rows=ring.rows(to_device(_repeat(slots, kept), device), to_device(written_positions, device)),

@@ -13,6 +13,7 @@ single tokens, N pages.
 
 import math
 import mmap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import MicroBatch
+from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 
 MIN_KEYS = 1024  # per page table: narrower ones would not be faster, and each width has kernels of its own
@@ -34,6 +35,7 @@ class PageRings:
     """
 
     def __init__(self, window_class: WindowClass, page_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self._window_class = window_class
         self.window = window_class.window
         self.page_size = page_size
         self.ring_pages = window_class.ring_pages
@@ -41,31 +43,31 @@ class PageRings:
         self.scratch_slot = max_num_seqs
         self.pages_SR = torch.zeros(max_num_seqs + 1, self.ring_pages, dtype=torch.int64, device=device)
         self.pages_SR[self.scratch_slot] = self.num_pages
-        self._num_pages_held = [0] * max_num_seqs  # by slot
         self._pending: list[tuple[int, int, int]] = []  # slot, entry and page that are not on the device yet
 
-    def append_pages(self, slot: int, pages: tuple[int, ...]) -> None:
-        """Append pages to the ring of a slot; ``flush`` makes them visible to ``rows``."""
-        first = self._num_pages_held[slot]
-        assert first + len(pages) <= self.ring_pages
+    def put_pages(self, slot: int, first: int, pages: tuple[int, ...]) -> None:
+        """Put a sequence's pages from index ``first`` on into their entries; ``flush`` makes them visible to ``rows``.
+
+        R = 5, pages 7 and 8 of a sequence: entries 2 and 3, from which its pages 2 and 3 disappear.
+        """
+        assert len(pages) <= self.ring_pages
         assert all(0 <= page < self.num_pages for page in pages)
-        self._pending += [(slot, first + i, page) for i, page in enumerate(pages)]
-        self._num_pages_held[slot] = first + len(pages)
+        self._pending += [(slot, (first + i) % self.ring_pages, page) for i, page in enumerate(pages)]
 
     def flush(self) -> None:
-        """Write all appended pages to the device in one copy."""
+        """Write all pending pages to the device in one copy."""
         if self._pending:
             slots, entries, pages = tensor_on(list(zip(*self._pending, strict=True)), torch.int64, self.pages_SR.device)
             self.pages_SR[slots, entries] = pages
             self._pending.clear()
 
-    def clear(self, slot: int) -> None:
-        """Empty the ring of a slot."""
-        self._num_pages_held[slot] = 0
-
     def first_visible(self, position: int) -> int:
         """Return the oldest position that the token at ``position`` sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def first_written(self, chunk: Chunk) -> int:
+        """Return the first position that a chunk leaves in the cache."""
+        return self._window_class.first_written(chunk.start, chunk.start + chunk.num_tokens, self.page_size)
 
     def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the cache rows of positions, any shape. P = 16, R = 5, position 83: entry 83//16 % 5 = 0, row 3 of that page."""
@@ -77,6 +79,7 @@ class SequenceTable:
     """State of each live sequence on this stage: slot, page rings and parameters."""
 
     def __init__(self, cache: CachePlan, max_num_seqs: int, device: torch.device) -> None:
+        self._page_size, self._classes = cache.page_size, cache.classes
         self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
         self.slots: dict[int, int] = {}
         self.sampling: dict[int, SamplingParams] = {}
@@ -85,22 +88,23 @@ class SequenceTable:
         self._free_slots = list(range(max_num_seqs))
 
     def update(self, batch: MicroBatch) -> None:
-        """Remove freed sequences, add new ones, append new pages."""
+        """Remove freed sequences, add new ones, and put new pages. All but those of prefixes become visible by ``flush``.
+
+        Until then ``rows`` finds what a chunk reads: the pages that its own may take the places of.
+        """
         for seq_id in batch.freed_seq_ids:
             self._forget(seq_id)
         for chunk in batch.chunks:
-            if chunk.start == 0:
-                assert chunk.sampling is not None
-                assert chunk.seq_id not in self.slots
-                self.slots[chunk.seq_id] = self._free_slots.pop()
-                self.sampling[chunk.seq_id] = chunk.sampling
-                if chunk.sampling.return_experts:
-                    self.expert_layers[chunk.seq_id] = chunk.sampling.return_experts
-                if chunk.request_id:
-                    self.request_ids[chunk.seq_id] = chunk.request_id
-            self._append(chunk.seq_id, chunk.new_pages)
+            if chunk.sampling is not None:
+                self._add(chunk, chunk.sampling)
+        self.flush()
+        for chunk in batch.chunks:
+            self._put(chunk.seq_id, chunk.start + chunk.num_tokens, (own for _, own in self._split(chunk)))
         for index, new_pages in batch.decodes.new_pages:
-            self._append(batch.decodes.seq_ids[index], new_pages)
+            self._put(batch.decodes.seq_ids[index], batch.decodes.starts[index] + 1, new_pages)
+
+    def flush(self) -> None:
+        """Make all pages visible to ``rows``."""
         for ring in self.rings:
             ring.flush()
 
@@ -108,20 +112,41 @@ class SequenceTable:
         """Remove all sequences."""
         for seq_id in list(self.slots):
             self._forget(seq_id)
+        self.flush()
 
-    def _append(self, seq_id: int, new_pages: tuple[tuple[int, ...], ...]) -> None:
-        slot = self.slots[seq_id]
+    def _add(self, chunk: Chunk, sampling: SamplingParams) -> None:
+        """Add a sequence, with the pages of the cached prefix before its first chunk."""
+        assert chunk.seq_id not in self.slots
+        self.slots[chunk.seq_id] = self._free_slots.pop()
+        self.sampling[chunk.seq_id] = sampling
+        if sampling.return_experts:
+            self.expert_layers[chunk.seq_id] = sampling.return_experts
+        if chunk.request_id:
+            self.request_ids[chunk.seq_id] = chunk.request_id
+        self._put(chunk.seq_id, chunk.start, (given for given, _ in self._split(chunk)))
+
+    def _split(self, chunk: Chunk) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield the pages of the cached prefix and the chunk's own, of each class.
+
+        P = 16, pages 7 8 9, a first chunk of the positions 32 to 49: pages 7 and 8 are of positions 0 to 31.
+        """
+        for window_class, pages in zip(self._classes, chunk.new_pages, strict=True):
+            num_own = len(window_class.new_pages(chunk.start, chunk.start + chunk.num_tokens, self._page_size))
+            num_given = len(pages) - num_own if chunk.sampling else 0
+            yield pages[:num_given], pages[num_given:]
+
+    def _put(self, seq_id: int, end: int, new_pages: Iterable[tuple[int, ...]]) -> None:
+        """Put the last pages of a sequence that has ``end`` positions."""
+        slot, num_pages = self.slots[seq_id], -(-end // self._page_size)
         for ring, pages in zip(self.rings, new_pages, strict=True):
             if pages:
-                ring.append_pages(slot, pages)
+                ring.put_pages(slot, num_pages - len(pages), pages)
 
     def _forget(self, seq_id: int) -> None:
         slot = self.slots.pop(seq_id)
         del self.sampling[seq_id]
         self.expert_layers.pop(seq_id, None)
         self.request_ids.pop(seq_id, None)
-        for ring in self.rings:
-            ring.clear(slot)
         self._free_slots.append(slot)
 
 

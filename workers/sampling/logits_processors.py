@@ -150,12 +150,14 @@ class LogitsProcessor:
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
         """Count the prompt tokens of a chunk; return the rest.
 
-        A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output.
+        A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output. The first chunk has its cached
+        prefix, too.
         """
-        num_of_prompt = max(num_prompt - chunk.start, 0)
+        token_ids = chunk.skipped_ids + chunk.token_ids
+        num_of_prompt = max(num_prompt - (chunk.start - len(chunk.skipped_ids)), 0)
         if num_of_prompt:
-            self._counts.add_prompt(row, chunk.token_ids[:num_of_prompt])
-        return chunk.token_ids[num_of_prompt:]
+            self._counts.add_prompt(row, token_ids[:num_of_prompt])
+        return token_ids[num_of_prompt:]
 
     def _penalize(self, logits_RV: Tensor, states: Sequence[LogitsState]) -> None:
         """Apply the repetition, frequency and presence penalties."""

@@ -215,7 +215,7 @@ class StructuredOutputManager:
 
 def output_tokens(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
     """Return the output tokens of a chunk: of positions 4..6 with a prompt of 5 tokens, those at 5 and 6."""
-    return chunk.token_ids[max(num_prompt - chunk.start, 0) :]
+    return chunk.skipped_ids[num_prompt:] + chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 
 
 def unpack_bitmasks(masks: Sequence[bytes], vocab_size: int) -> Tensor:

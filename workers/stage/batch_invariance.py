@@ -154,8 +154,9 @@ def _micro_batches(cache: CachePlan, chunks: tuple[tuple[int, ...], ...]) -> lis
 
 
 def _chunk(cache: CachePlan, seq_id: int, start: int, num_tokens: int) -> Chunk:
-    """Return a chunk; the first of a sequence has all its pages. Those of sequence 1, of rings of 3 pages: 3, 4 and 5."""
-    none: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
-    pages = tuple(tuple(range(seq_id * each.ring_pages, (seq_id + 1) * each.ring_pages)) for each in cache.classes)
-    is_first = start == 0
-    return Chunk(seq_id, start, (0,) * num_tokens, pages if is_first else none, SamplingParams() if is_first else None, False)
+    """Return a chunk. Its page of index n is that of the same entry: of sequence 1, with rings of 3 pages, 3, 4, 5, 3, ..."""
+    pages = []
+    for each in cache.classes:
+        indices = each.new_pages(start, start + num_tokens, cache.page_size)
+        pages.append(tuple(seq_id * each.ring_pages + n % each.ring_pages for n in indices))
+    return Chunk(seq_id, start, (0,) * num_tokens, tuple(pages), None if start else SamplingParams(), False)

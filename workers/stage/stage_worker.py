@@ -235,6 +235,7 @@ class StageWorker:
         is_decode_only = not step.batch.chunks and bool(step.batch.decodes.seq_ids)
         if self.graphs is None or not is_decode_only or step.choices is not NO_RECORDER:
             return None
+        self.table.flush()
         return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
 
     def _incoming_hidden(self, step: _Step) -> Tensor | None:

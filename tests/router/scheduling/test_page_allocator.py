@@ -28,7 +28,8 @@ def test_a_sequence_that_grows_keeps_what_it_reserved_in_a_class_with_a_window()
     assert allocator.reserve(sequence, 42)
     assert sequence.reserved_pages == [3, 11]
     for num_positions in range(1, 43):
-        allocator.allocate(sequence, num_positions)
+        sequence.num_dispatched = num_positions
+        allocator.allocate(sequence, num_positions - 1, num_positions)
         allocator.check_integrity([sequence, other])
 
 

@@ -107,9 +107,7 @@ def _fail_all(pipe: FakePipeline, num_failures: int) -> None:
         assert batch is not None
         assert pipe.scheduler.record_failure(pipe.scheduler.failed_batch(batch)) is None
         pipe.scheduler.restart(epoch)
-        pipe.in_flight.clear()
-        pipe.pages.clear()
-        pipe.positions.clear()
+        pipe.fence()
 
 
 @pytest.mark.parametrize("leaving", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (2, 1), (0, 1, 2)])

@@ -139,7 +139,7 @@ def test_where_pages_run_out_the_least_urgent_is_computed_again_though_it_came_f
     _add(pipe, INTERACTIVE, {1: 20, 2: 20}, new=60)
     again = set()
     while batch := pipe.submit():
-        again |= {c.seq_id for c in batch.chunks if c.start == 0 and pipe.tokens_of(c.seq_id)}
+        again |= {c.seq_id for c in batch.chunks if c.sampling and pipe.tokens_of(c.seq_id)}
         pipe.answer()
     assert again == {0}
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(3)] == [60] * 3

@@ -26,7 +26,7 @@ def _case(
     ring = PageRings(WindowClass(window, entries, entries * len(starts)), page_size, len(starts), CPU)
     pages = torch.randperm(entries * len(starts), generator=torch.Generator().manual_seed(1)).tolist()
     for slot in range(len(starts)):
-        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
+        ring.put_pages(slot, 0, tuple(pages[slot * entries : (slot + 1) * entries]))
     ring.flush()
     slots, positions = torch.arange(len(starts)), torch.tensor(starts)
     index = build_decode_metadata(ring, slots, positions, padded_width(starts, ring), starts)

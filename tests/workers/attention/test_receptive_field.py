@@ -37,7 +37,7 @@ def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_si
     start = 0
     for step, num_tokens in enumerate(cut):
         end = start + num_tokens
-        pages = allocator.allocate(sequence, end)
+        pages = allocator.allocate(sequence, start, end)
         chunk = Chunk(0, start, tuple(prompt[start:end]), pages, SAMPLING if start == 0 else None, needs_sample=False)
         _step(workers, MicroBatch(0, step, (chunk,)))
         start = end

@@ -146,6 +146,14 @@ def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
     return Chunk(seq_id, start, (0,) * num_tokens, pages, SAMPLING if start == 0 else None, needs_sample=False)
 
 
+def _first(stage: Stage, seq_id: int, num_tokens: int, *rings: tuple[int, ...], start: int = 0) -> Chunk:
+    """Return a chunk, by default the first, of a sequence whose page of index n is the one in the entry of n."""
+    size, end = stage.plan.cache.page_size, start + num_tokens
+    pairs = zip(stage.plan.cache.classes, rings, strict=True)
+    pages = (tuple(ring[n % c.ring_pages] for n in c.new_pages(start, end, size)) for c, ring in pairs)
+    return _chunk(seq_id, start, num_tokens, tuple(pages))
+
+
 # Worked examples
 
 
@@ -153,7 +161,7 @@ def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
 def test_the_plain_ring_of_the_paper(pages: tuple[int, ...]) -> None:
     """W = 3, P = 1, chunks of 5: the rows hold [3, 4, 2], then [9, 7, 8]."""
     stage = Stage([3], page_size=1, max_len=32)
-    _, first, _ = stage.run([_chunk(0, 0, 5, (pages,))])
+    _, first, _ = stage.run([_first(stage, 0, 5, pages)])
     assert stage.positions(0, pages) == [3, 4, 2]
     _, second, _ = stage.run([_chunk(0, 5, 5, ((),))])
     assert stage.positions(0, pages) == [9, 7, 8]
@@ -230,15 +238,20 @@ def test_headline_eight_times_smaller_at_32k_and_flat_from_the_window_on() -> No
     assert grown == [position // page_size + 1 for position in range(window)]  # until then only the pages it has filled
 
 
-def test_a_sequence_takes_no_more_pages_from_the_window_on() -> None:
-    """The same through the page allocator: the pages that are really allocated."""
+def test_a_sequence_holds_no_more_pages_from_the_window_on() -> None:
+    """The same through the page allocator: it gives back a page for each that it gains."""
     args = tiny_args(n_layers=2, windows=(64, None), max_seq_len=1024)
     allocator = PageAllocator(tiny_plan(args, 1, 16).cache)
     sequence = Sequence(0, (0,) * 1000, SAMPLING, max_len=1024)
     assert allocator.reserve_for_admission(sequence)
-    gained = [tuple(map(len, allocator.allocate(sequence, position + 1))) for position in range(1000)]
-    assert [i for i, (windowed, _) in enumerate(gained) if windowed] == [0, 16, 32, 48, 64]
-    assert [i for i, (_, full) in enumerate(gained) if full] == list(range(0, 1000, 16))
+    held = []
+    for position in range(1000):
+        sequence.num_dispatched = position + 1
+        gained = tuple(map(len, allocator.allocate(sequence, position, position + 1)))
+        assert gained == ((1, 1) if position % 16 == 0 else (0, 0))
+        held.append(tuple(map(len, sequence.pages)))
+    assert held == [(min(position // 16 + 1, 5), position // 16 + 1) for position in range(1000)]
+    allocator.check_integrity([sequence])
 
 
 # Rows, P = 16, W = 64, R = 5: positions wrap after 80
@@ -254,16 +267,16 @@ def _row(position: int) -> int:
 def _prefill_rows(start: int, num_tokens: int) -> PrefillMetadata:
     stage = Stage([WINDOW], PAGE, max_len=1024)
     if start:
-        stage.index([_chunk(0, 0, start, (RING,))])
-    index = stage.index([_chunk(0, start, num_tokens, ((),) if start else (RING,))]).prefill[0]
+        stage.index([_first(stage, 0, start, RING)])
+    index = stage.index([_first(stage, 0, num_tokens, RING, start=start)]).prefill[0]
     assert index is not None
     return index
 
 
 def test_rows_of_positions() -> None:
     rings = PageRings(WindowClass(WINDOW, 5, 10), PAGE, 2, CPU)
-    rings.append_pages(1, RING[:2])
-    rings.append_pages(1, RING[2:])
+    rings.put_pages(1, 0, RING[:2])
+    rings.put_pages(1, 2, RING[2:])
     rings.flush()
     positions = torch.tensor([0, 15, 16, 79, 80, 83, 160, 1599])
     rows = rings.rows(torch.ones_like(positions), positions)
@@ -274,10 +287,10 @@ def test_rows_of_positions() -> None:
     ("start", "num_tokens", "written"),
     [
         (0, 64, range(0, 64)),
-        (0, 65, range(1, 65)),
-        (0, 80, range(16, 80)),
+        (0, 65, range(65)),
+        (0, 80, range(80)),
         (70, 20, range(70, 90)),  # over the wrap at 80: entry 4 rows 6..15, then entry 0 rows 0..9
-        (10, 200, range(146, 210)),  # longer than the ring: its last W rows only
+        (10, 200, range(144, 210)),  # longer than the ring: its last R pages
         (333, 2, range(333, 335)),
     ],
 )
@@ -300,7 +313,7 @@ def test_a_chunk_reads_what_the_window_leaves_in_position_order(start: int, read
 
 def test_one_token_writes_one_row_and_reads_the_window() -> None:
     stage = Stage([WINDOW], PAGE, max_len=1024)
-    stage.index([_chunk(0, 0, 83, (RING,)), _chunk(1, 0, 2, ((1,),))])
+    stage.index([_first(stage, 0, 83, RING), _chunk(1, 0, 2, ((1,),))])
     index = stage.index([_chunk(0, 83, 1, ((),)), _chunk(1, 2, 1, ((),))]).decode[0]
     assert index is not None
     assert index.write_rows.tolist() == [_row(83), 18]
@@ -330,6 +343,7 @@ def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
     table.update(MicroBatch(0, 0, (first,)))
     assert (table.expert_layers, table.request_ids) == ({4: (0, 2)}, {4: "mine"})
     table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), freed_seq_ids=(4,)))
+    table.flush()
     assert table.slots == {5: 0}
     assert table.sampling.keys() == {5}
     assert table.expert_layers == table.request_ids == {}, "or every such sequence would cost memory"
@@ -361,7 +375,7 @@ def _visible(seq_id: int, start: int, num_tokens: int, window: int | None) -> li
 def _next_chunk(allocator: PageAllocator, life: Life) -> Chunk:
     start, num_tokens = life.sequence.num_dispatched, life.cut.popleft()
     life.sequence.num_dispatched += num_tokens
-    return _chunk(life.seq_id, start, num_tokens, allocator.allocate(life.sequence, start + num_tokens))
+    return _chunk(life.seq_id, start, num_tokens, allocator.allocate(life.sequence, start, start + num_tokens))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -445,7 +459,7 @@ def test_groups_bound_padding_and_size(lens: list[int]) -> None:
 def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: int) -> None:
     """P = 4, W = 6: the worked example."""
     rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
-    rings.append_pages(1, (7, 2, 5))
+    rings.put_pages(1, 0, (7, 2, 5))
     rings.flush()
     table = page_table(rings, torch.tensor([1]), torch.tensor([position]), 3)
     assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == ([pages], [first], [end])

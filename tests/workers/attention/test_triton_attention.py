@@ -50,7 +50,7 @@ class _NoReads(TorchDispatchMode):
 def test_the_mask_of_single_tokens_is_computed_on_the_device(window: int | None) -> None:
     ring = PageRings(WindowClass(window, 8, 24), 4, 3, torch.device("cpu"))
     for slot in range(3):
-        ring.append_pages(slot, tuple(range(8 * slot, 8 * slot + 8)))
+        ring.put_pages(slot, 0, tuple(range(8 * slot, 8 * slot + 8)))
     ring.flush()
     slots_B, positions_B = torch.tensor([2, 0]), torch.tensor([25, 3])
     with _NoReads():

@@ -171,7 +171,7 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
     )
     ring = PageRings(WindowClass(24, 7, 28), 4, 4, torch.device("cpu"))
     for slot in range(4):
-        ring.append_pages(slot, tuple(range(7 * slot, 7 * slot + 7)))
+        ring.put_pages(slot, 0, tuple(range(7 * slot, 7 * slot + 7)))
     ring.flush()
     numbers_2B = torch.tensor([[ring.scratch_slot] * 4, [0] * 4])
 

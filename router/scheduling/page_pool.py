@@ -1,0 +1,82 @@
+"""The pages of one window class: held by sequences, cached for prompts that begin alike, or free."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class PagePool:
+    """Pages that are free, held by one or more sequences, or idle and *cached*: nobody holds them, and their contents are known.
+
+    A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are taken, the least recently used
+    first, when none is free, so they never keep a page from a sequence.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages))[::-1]
+        self._num_holders = [0] * num_pages
+        self._cached: OrderedDict[int, None] = OrderedDict()  # idle pages with a key, the least recently used first
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Idle pages whose contents are known."""
+        return len(self._cached)
+
+    def take(self) -> int:
+        """Return a page that had no holder. There must be one."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+        self._num_holders[page] = 1
+        return page
+
+    def find(self, key: bytes) -> int | None:
+        """Return the page with the contents of this key, if there is one."""
+        return self._page_of.get(key)
+
+    def share(self, page: int) -> None:
+        """Add a holder to a page with a key."""
+        if not self._num_holders[page]:
+            del self._cached[page]
+        self._num_holders[page] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Remove a holder of each page. Of those that become idle later ones are taken first: earlier ones begin more prompts."""
+        for page in reversed(pages):
+            self._num_holders[page] -= 1
+            if self._num_holders[page]:
+                continue
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def register(self, key: bytes, page: int) -> None:
+        """Make the contents of a held page known, unless another page has the same."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def forget_contents(self) -> None:
+        """Forget what all pages contain. No sequence holds any."""
+        self._free += self._cached
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Assert that each page has as many holders as it is among ``held``, and that the others are free or cached."""
+        holders = Counter(held)
+        assert [holders[page] for page in range(self.num_pages)] == self._num_holders
+        assert sorted([*self._free, *self._cached, *holders]) == list(range(self.num_pages))
+        assert {page: key for key, page in self._page_of.items()} == self._key_of
+        assert not self._key_of.keys() & set(self._free)
+        assert self._cached.keys() <= self._key_of.keys()
