@@ -23,7 +23,7 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_queued_seqs: int | None = None  # in the waiting queue, of each priority
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
-    reuses_prefixes: bool = True  # whether sequences begin with cached pages of others
+    reuses_prefixes: bool = False  # whether sequences begin with cached pages of others
 
 
 def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: PageAllocator) -> None:

@@ -23,7 +23,7 @@ class PageAllocator:
     sequences are admitted and preempted as they would be.
     """
 
-    def __init__(self, cache: CachePlan, reuses_prefixes: bool = True) -> None:
+    def __init__(self, cache: CachePlan, reuses_prefixes: bool = False) -> None:
         self.cache = cache
         self._reuses_prefixes = reuses_prefixes
         self._pools = [PagePool(c.num_pages) for c in cache.classes]

@@ -15,7 +15,7 @@ class RunningSet:
     Less urgent sequences are preempted for one that finds no slot or too few pages, never one that is as urgent.
     """
 
-    def __init__(self, cache: CachePlan, num_slots: int, reuses_prefixes: bool = True) -> None:
+    def __init__(self, cache: CachePlan, num_slots: int, reuses_prefixes: bool = False) -> None:
         self.allocator = PageAllocator(cache, reuses_prefixes)
         self.by_id: dict[int, Sequence] = {}
         self._num_slots = num_slots

@@ -55,6 +55,7 @@ chunks = st.builds(
     needs_sample=st.booleans(),
     num_prompt=ids,
     request_id=st.text(max_size=9),
+    skipped_ids=st.lists(ids, max_size=4).map(tuple),
 )
 columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)

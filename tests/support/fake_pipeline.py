@@ -158,4 +158,4 @@ def new_pipeline(
     cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
 ) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
-    return FakePipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))
+    return FakePipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True), policy))

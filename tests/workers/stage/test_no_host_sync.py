@@ -107,7 +107,8 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
 
     def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
         pages = () if start else (seq_id,)
-        return Chunk(seq_id, start, tuple(random_ids(num_tokens, seq_id)), (pages, pages), sampling, wants_token)
+        token_ids, first = tuple(random_ids(num_tokens, seq_id)), None if start else sampling
+        return Chunk(seq_id, start, token_ids, (pages, pages), first, wants_token)
 
     yield MicroBatch(0, 0, (chunk(0, 0, 9, True),))
     yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=DecodeColumns((0,), (9,), (4,)))
