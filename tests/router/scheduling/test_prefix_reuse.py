@@ -1,0 +1,157 @@
+"""Prefix caching in the scheduler: what sequences read is their own text under their own salt, whatever else happens to pages."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from fake_pipeline import FakePipeline, new_cache, new_pipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto.request import SamplingParams
+from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
+from tramontane.router.scheduling.sequence import Sequence
+
+TEXTS = [tuple(random.Random(seed).choices(range(10, 900), k=150)) for seed in range(2)]
+SAMPLINGS = (
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.2),
+    SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=1),
+)
+
+
+def _sequence(seq_id: int, prompt: tuple[int, ...], sampling: SamplingParams = SAMPLINGS[0], salt: str = "") -> Sequence:
+    return Sequence(seq_id, prompt, sampling, len(prompt) + sampling.max_tokens, cache_salt=salt)
+
+
+def _run(pipe: FakePipeline, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        pipe.scheduler.add(sequence)
+    pipe.drain()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    page_size=st.sampled_from([1, 3, 8]),
+    windows=st.sampled_from([(24,), (None,), (5, None), (1,), (40, 9)]),
+    budget=st.integers(1, 120),
+    in_flight=st.integers(1, 4),
+    room=st.floats(1, 4),
+)
+def test_any_traffic_with_common_beginnings(
+    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, room: float
+) -> None:
+    """Arrivals, aborts, fences and scarce pages: ``FakePipeline`` checks every row that a step reads, and all counts."""
+    rng = random.Random(seed)
+    pipe = new_pipeline(new_cache(page_size, room, *windows), seqs=5, budget=budget, in_flight=in_flight)
+    pipe.token_at = lambda seq_id, position: 3 + (seq_id + position) % 990
+    alive: list[int] = []
+    for seq_id in range(14):
+        begin = rng.choice(TEXTS)[: rng.randint(0, 150)]
+        prompt = (*begin, *(rng.choices(range(900, 999), k=rng.randint(1, 30))))
+        pipe.scheduler.add(_sequence(seq_id, prompt, rng.choice(SAMPLINGS), rng.choice(["", "", "other"])))
+        alive.append(seq_id)
+        for _ in range(rng.randint(0, 8)):
+            pipe.submit()
+            if pipe.in_flight and rng.random() < 0.7:
+                pipe.answer()
+        if rng.random() < 0.15:
+            pipe.scheduler.abort(alive.pop(rng.randrange(len(alive))))
+        if rng.random() < 0.1:
+            pipe.scheduler.restart(pipe.scheduler.epoch + 1)
+            pipe.fence()
+    pipe.drain()
+    assert all(len(pipe.tokens_of(seq_id)) == 9 for seq_id in alive)
+    assert pipe.scheduler.is_idle
+
+
+@pytest.mark.parametrize("windows", [(None,), (24,), (24, None)])
+def test_what_is_reused(windows: tuple[int | None, ...]) -> None:
+    """All whole pages of a common text, but for the last token; nothing with another salt, nor where the prompt is scored.
+
+    Chunks are shorter than the ring: of a longer one the first pages are not kept.
+    """
+    pipe = new_pipeline(new_cache(8, 8, *windows), budget=16)
+    text = TEXTS[0][:64]
+    for seq_id, (prompt, sampling, salt, expected) in enumerate(
+        [
+            (text, SAMPLINGS[0], "", 0),
+            (text, SAMPLINGS[0], "", 56),
+            ((*text, 1), SAMPLINGS[1], "", 64),
+            ((*text[:40], 1), SAMPLINGS[0], "", 40),
+            ((*text[:39], 1, 2), SAMPLINGS[0], "", 32),
+            ((1, *text), SAMPLINGS[0], "", 0),
+            (text, SAMPLINGS[2], "", 0),
+            (text, SAMPLINGS[0], "other", 0),
+            (text, SAMPLINGS[0], "other", 56),
+        ]
+    ):
+        pipe.num_reused = 0
+        _run(pipe, _sequence(seq_id, prompt, sampling, salt))
+        assert pipe.num_reused == expected, seq_id
+
+
+def test_the_last_window_of_tokens_alone_is_no_prefix() -> None:
+    """Two texts that differ before the window have other values in it: hidden states depend on all tokens."""
+    pipe = new_pipeline(new_cache(8, 8, 16), budget=64)
+    _run(pipe, _sequence(0, TEXTS[0][:64]))
+    _run(pipe, _sequence(1, (1, *TEXTS[0][1:64], 2)))
+    assert pipe.num_reused == 0
+
+
+def test_sequences_that_arrive_together_share_what_the_first_computes() -> None:
+    pipe = new_pipeline(new_cache(8, 8, None), budget=64)
+    _run(pipe, *(_sequence(seq_id, (*TEXTS[0][:64], seq_id)) for seq_id in range(5)))
+    assert pipe.num_reused == 4 * 64
+
+
+def test_cached_pages_keep_no_sequence_waiting() -> None:
+    """The same micro-batches with a cache full of other texts as with an empty one."""
+    schedules = []
+    for is_full in (False, True):
+        pipe = new_pipeline(new_cache(8, 2, 24, None), seqs=4, budget=40)
+        if is_full:
+            _run(pipe, *(_sequence(seq_id, tuple(range(500 + seq_id, 500 + seq_id + 200))) for seq_id in range(6)))
+            assert pipe.scheduler.allocator.num_cached > 0.9 * pipe.scheduler.allocator.num_pages
+        pipe.in_flight.clear()
+        for seq_id in range(100, 112):
+            pipe.scheduler.add(_sequence(seq_id, tuple(range(seq_id, seq_id + 90)), SAMPLINGS[0]))
+        steps = []
+        while pipe.in_flight or pipe.submit():
+            while pipe.submit():
+                pass
+            batch = pipe.in_flight[0]
+            steps.append(([(c.seq_id, c.start, c.num_tokens) for c in batch.chunks], batch.decodes.seq_ids))
+            pipe.answer()
+        schedules.append((steps, pipe.scheduler.num_preempted))
+    assert schedules[0] == schedules[1]
+
+
+@pytest.mark.parametrize(
+    ("hits", "expected"),
+    [
+        ([(1, 1)] * 6, 6),
+        ([(1, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], 6),  # of 40 positions on pages of 16 the last 3 pages suffice
+        ([(1, 1), (1, 0), (1, 1), (1, 1), (1, 0)], 1),
+        ([(0, 1), (1, 1)], 0),
+        ([(1, 0)] * 6, 0),
+        ([(1, 1), (1, 1), (0, 1), (1, 1)], 2),
+    ],
+)
+def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
+    cache = new_cache(16, 4, None, 40)
+    assert reusable_blocks(cache, iter([tuple(map(bool, each)) for each in hits])) == expected
+    assert [first_page_seen(n, 40, 16) for n in (16, 48, 96)] == [0, 0, 3]
+
+
+def test_a_page_without_holders_is_taken_before_one_with_known_contents() -> None:
+    cache = new_cache(8, 1, None)
+    cache = replace(cache, classes=(replace(cache.classes[0], num_pages=32),))
+    pipe = new_pipeline(cache, budget=64)
+    _run(pipe, _sequence(0, TEXTS[0][:64]))
+    cached = pipe.scheduler.allocator.num_cached
+    _run(pipe, _sequence(1, TEXTS[1][:64]))
+    assert pipe.scheduler.allocator.num_cached > cached
+    _run(pipe, _sequence(2, (*TEXTS[0][:64], 5)), _sequence(3, (*TEXTS[1][:64], 5)))
+    assert pipe.num_reused == 128
