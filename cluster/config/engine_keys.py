@@ -174,6 +174,14 @@ class BatchingKeys(KeyGroup):
 
     max_num_seqs: SmallInt = key(64, "Sequences admitted at once, per pipeline.", defines_pipeline=True)
     max_num_batched_tokens: PositiveInt = key(512, "Tokens in one micro-batch.")
+    enable_prefix_caching: bool = key(
+        True,
+        "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
+        "Only pages that no request needs are kept.",
+    )
+    share_prefixes: bool = key(
+        False, "Let requests with other API keys begin with the same cached text; how fast they start then shows what is cached."
+    )
     max_in_flight: SmallInt | None = key(None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False)
     itl_target_ms: Annotated[float, Field(gt=0)] | None = key(
         None,

@@ -141,9 +141,7 @@ class TokenEndpoints:
 
         Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
         """
-        source = RequestTokenSource(
-            self._source, request_identity(request).owner, _deadline(request, resumed), request_id(request)
-        )
+        source = RequestTokenSource(self._source, request_identity(request), _deadline(request, resumed), request_id(request))
         if not resumed.is_resumed:
             source.check_capacity(1)
         return source

@@ -132,6 +132,8 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
         eos_token_ids=plan.args.eos_token_ids,
         max_queued_seqs=config.max_queued_requests if bounded else None,
         max_queued_tokens=config.max_queued_tokens if bounded else None,
+        reuses_prefixes=config.enable_prefix_caching,
+        shares_prefixes=config.share_prefixes,
     )
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
 

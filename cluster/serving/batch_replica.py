@@ -174,14 +174,14 @@ def batch_service(config: EngineConfig) -> BatchService:
 
 
 class LowPriorityTokenSource:
-    """A ``TokenSource`` whose sequences wait for those of interactive requests."""
+    """A ``TokenSource`` of one tenant, whose sequences wait for those of interactive requests."""
 
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
+    def __init__(self, source: TokenSource, tenant: str) -> None:
+        self._source, self._tenant = source, tenant
 
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Generate with the priority of batch work."""
-        return self._source.generate([replace(spec, priority=BATCH_PRIORITY) for spec in specs])
+        return self._source.generate([replace(spec, priority=BATCH_PRIORITY, cache_salt=self._tenant) for spec in specs])
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Check the wrapped source's capacity."""
@@ -202,7 +202,7 @@ class BatchReplica:
             router, model.max_sequences * config.max_pipelines, model=short_digest(fingerprint), node=node
         )
         start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export)
-        self._executor = LineExecutor(model, load_chat_format(config, model), LowPriorityTokenSource(self._routers))
+        self._model, self._chat = model, load_chat_format(config, model)
         settings = job_settings(config)
         self._service = BatchService(settings)
         self._database = Database(settings.database)
@@ -224,8 +224,9 @@ class BatchReplica:
         if self._tasks[0].done():
             raise PipelineError("the runner of batch jobs has ended")
 
-    async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-        return await HANDLERS[endpoint](self._executor, json.dumps(body).encode())
+    async def _answer(self, endpoint: Endpoint, body: dict[str, Any], tenant: str) -> dict[str, Any]:
+        executor = LineExecutor(self._model, self._chat, LowPriorityTokenSource(self._routers, tenant))
+        return await HANDLERS[endpoint](executor, json.dumps(body).encode())
 
     async def _collect_garbage_forever(self) -> None:
         while True:

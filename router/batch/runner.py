@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]
+Answer = Callable[[Endpoint, dict[str, Any], str], Awaitable[dict[str, Any]]]  # to the body of a line of a tenant's job
 
 POLL_S = 1.0
 THREADS = 4
@@ -183,7 +183,7 @@ class BatchRunner:
         num_failed, pause = 0, MIN_WAIT_S
         while not run.is_cancelled:
             try:
-                answer = await self._answer(run.claim.endpoint, extract_body(line.text))
+                answer = await self._answer(run.claim.endpoint, extract_body(line.text), run.claim.tenant)
                 return Outcome(line.place, False, 200, json.dumps(answer))
             except UserError as error:
                 shape = http_error_for(error)  # as for an interactive request

@@ -237,7 +237,7 @@ class GrpcServicer:
         arrived_at = time.monotonic()
         parsed = await run_off_loop(request.ByteSize(), lambda: parse(request))
         check_model_name(self._model, parsed.model)
-        source = RequestTokenSource(self._source, self._identity(context).owner, request_id=self._id_of(context))
+        source = RequestTokenSource(self._source, self._identity(context), request_id=self._id_of(context))
         source.check_capacity(parsed.num_sequences)
         return await Completion.prepare(self._model, parsed, arrived_at), source
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tramontane.proto.errors import DeadlineExceededError, ParameterError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.proto.request import Identity, RequestOutput, SequenceRequest
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
@@ -17,21 +17,22 @@ MAX_TIMEOUT_S = 10_000_000.0
 class RequestTokenSource:
     """A ``TokenSource`` for one request. ``deadline`` (of the event loop's clock) ends its work, also while it waits.
 
-    ``owner``: number of the API key. ``request_id``: the id in the logs.
+    ``identity``: of the client, by its API key. ``request_id``: the id in the logs.
     """
 
-    def __init__(self, source: TokenSource, owner: int, deadline: float = math.inf, request_id: str = "") -> None:
-        self._source, self._owner, self._deadline, self._request_id = source, owner, deadline, request_id
+    def __init__(self, source: TokenSource, identity: Identity, deadline: float = math.inf, request_id: str = "") -> None:
+        self._source, self._identity, self._deadline, self._request_id = source, identity, deadline, request_id
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Raise if the source has no capacity for these sequences."""
-        self._source.check_capacity(num_sequences, owner or self._owner)
+        self._source.check_capacity(num_sequences, owner or self._identity.owner)
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Yield the source's tokens. Raises DeadlineExceededError, before the source is called if the deadline has passed."""
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _deadline_error()
-        owned_specs = [replace(spec, owner=self._owner, request_id=self._request_id) for spec in specs]
+        owner, tenant = self._identity
+        owned_specs = [replace(spec, owner=owner, request_id=self._request_id, cache_salt=tenant) for spec in specs]
         async with aclosing(self._source.generate(owned_specs)) as batches:
             while (batch := await self._next(batches)) is not None:
                 yield batch

@@ -24,6 +24,7 @@ class SchedulerLimits:
     max_queued_seqs: int | None = None  # in the waiting queue, of each priority
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
     reuses_prefixes: bool = False  # whether sequences begin with cached pages of others
+    shares_prefixes: bool = False  # also with those of other tenants
 
 
 def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: PageAllocator) -> None:

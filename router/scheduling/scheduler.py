@@ -228,9 +228,10 @@ class Scheduler:
 
         One at a time: the first in rank is never the last one unless it is alone, and alone it has enough pages.
         """
-        if (last := self._running.lowest_priority()) is not None:  # else a stopped sequence is about to release its pages
-            self._preempt(last)
-        return last is not None and not last.num_in_flight
+        if (last := self._running.lowest_priority()) is None:  # a stopped sequence is about to release its pages
+            return False
+        self._preempt(last)
+        return not last.num_in_flight
 
     def _preempt(self, sequence: Sequence) -> None:
         self._deschedule(sequence, PREEMPTED)

@@ -52,7 +52,7 @@ def _request(number: int, prompt: str) -> bytes:
     return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}).encode() + b"\n"
 
 
-async def _echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
     await asyncio.sleep(0)
     return {"choices": [{"text": body["prompt"]}]}
 

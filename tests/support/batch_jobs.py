@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-async def echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+async def echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
     return {"said": body["prompt"]}
 
 
@@ -102,7 +102,7 @@ async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine
     return [line async for line in service.results(job_id)]
 
 
-async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _slow_echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
     await asyncio.sleep(0.01)
     return {"said": body["prompt"]}
 

@@ -145,7 +145,7 @@ def test_results_of_a_job_that_is_removed_at_the_same_time_do_not_end_as_if_whol
 def test_a_stream_of_results_keeps_little_in_memory(harness: BatchHarness) -> None:
     """Its reader may be slow, and there are many."""
 
-    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         return {"said": "x" * (MAX_RESULT_CHARS // 3)}
 
     async def scenario() -> None:

@@ -211,7 +211,7 @@ REFUSALS: tuple[TramontaneError, ...] = (
 
 
 def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> None:
-    async def refuse(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def refuse(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         raise REFUSALS[body["prompt"]]
 
     harness = new_batch_harness(tmp_path)

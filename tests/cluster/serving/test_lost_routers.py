@@ -33,6 +33,7 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
+    Identity,
     RequestOutput,
     RequestTimings,
     SamplingParams,
@@ -417,7 +418,7 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
         real_time = loop.time
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
         async with _harness(1, random.Random(0)) as (routing, routers):
-            source = RequestTokenSource(routers, owner=0, deadline=loop.time() + 3000.0)
+            source = RequestTokenSource(routers, Identity(), deadline=loop.time() + 3000.0)
             requested = await _left_without_a_router(routing, routers, source)
             monkeypatch.setattr(retry_policy, "LOAD_TIMEOUT_S", 1e6)
             later_s = 3001.0

@@ -81,7 +81,7 @@ def test_a_line_that_has_run_has_the_status_of_its_answer(harness: BatchHarness)
     """It is in the files of results. One that fails ten times while it runs has 503."""
     num_failed = 0
 
-    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         nonlocal num_failed
         if body["prompt"] == 1:
             raise RequestError("no such prompt")
@@ -305,7 +305,7 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(
 ) -> None:
     requested: dict[str, int] = {}
 
-    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         prompt = body["prompt"]
         requested[prompt] = requested.get(prompt, 0) + 1
         match prompt:
@@ -352,7 +352,7 @@ def test_a_line_waits_as_long_as_it_is_asked_to(harness: BatchHarness, error: Ex
             slept.append(seconds)
         await asyncio.sleep(0.001)
 
-    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         if len(slept) < 5:
             raise error
         return {}
@@ -408,7 +408,7 @@ def test_the_order_of_results_is_the_inputs_or_that_of_answers(harness: BatchHar
         gates = [asyncio.Event() for _ in range(6)]
         gates[-1].set()
 
-        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             await gates[body["prompt"]].wait()
             return {}
 
@@ -460,7 +460,7 @@ def test_a_small_job_does_not_wait_for_a_large_one(harness: BatchHarness) -> Non
     """Lines of both are begun in turns, the large one's in no greater number than slots were given in that time."""
     begun: list[str] = []
 
-    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         begun.append(body["prompt"])
         await asyncio.sleep(0)
         return {}
@@ -482,7 +482,7 @@ def test_a_small_job_does_not_wait_for_a_large_one(harness: BatchHarness) -> Non
 def test_no_more_lines_are_in_progress_than_were_allowed(harness: BatchHarness) -> None:
     now = most = 0
 
-    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         nonlocal now, most
         now += 1
         most = max(most, now)
@@ -499,7 +499,7 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarnes
     refused: set[int] = set()
     is_room = asyncio.Event()
 
-    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         if isinstance(body["prompt"], int) and not is_room.is_set():
             refused.add(body["prompt"])
             raise OverloadedError("later", 1)
@@ -529,7 +529,7 @@ def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
         claims, go_on = harness.claims(), asyncio.Event()
         begun = 0
 
-        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             nonlocal begun
             begun += 1
             await go_on.wait()
@@ -562,7 +562,7 @@ def test_a_cancelled_job_ends_each_of_its_lines(harness: BatchHarness, keeps_ord
     async def scenario() -> None:
         go_on, has_begun = asyncio.Event(), asyncio.Event()
 
-        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             if body["prompt"] == 2:
                 has_begun.set()
                 raise OverloadedError("later", 1)

@@ -61,7 +61,7 @@ def test_a_job_that_its_runner_does_not_know_of_continues(
     async def scenario() -> None:
         service, claims, go_on = harness.service(), harness.claims(), asyncio.Event()
 
-        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             if body["prompt"] == "waits":
                 await go_on.wait()
             return await echo(endpoint, body)
@@ -112,7 +112,7 @@ def test_a_cancelled_job_does_not_wait_for_lines_that_wait(harness: BatchHarness
                 await asyncio.Event().wait()
             await asyncio.sleep(0.005)
 
-        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             if body["prompt"] == "keeps":
                 has_slot.set()
                 await asyncio.Event().wait()
@@ -140,7 +140,7 @@ def test_a_lease_does_not_lapse_during_a_long_answer(harness: BatchHarness) -> N
         service, claims, elsewhere = harness.service(), harness.claims(), harness.claims()
         go_on, has_begun, num_polls, real = asyncio.Event(), asyncio.Event(), 0, claims.claimed
 
-        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             has_begun.set()
             await go_on.wait()
             return await echo(endpoint, body)
@@ -173,7 +173,7 @@ def test_a_job_that_another_runner_holds_is_left_at_once(harness: BatchHarness) 
     async def scenario() -> None:
         service, elsewhere, has_begun, has_left = harness.service(), harness.claims(), asyncio.Event(), asyncio.Event()
 
-        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             has_begun.set()
             try:
                 await asyncio.Event().wait()
@@ -206,7 +206,7 @@ def test_a_lease_is_renewed_after_a_third_of_its_time(harness: BatchHarness) -> 
                 loop.call_soon_threadsafe(go_on.set)
             return real(running, renew)
 
-        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             await go_on.wait()
             return await echo(endpoint, body)
 
@@ -243,7 +243,7 @@ def test_a_job_that_is_cancelled_while_it_waits_for_a_slot_takes_none(harness: B
     async def scenario() -> None:
         go_on, has_slots = asyncio.Event(), 0
 
-        async def answer(endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             nonlocal has_slots
             has_slots += 1
             await go_on.wait()

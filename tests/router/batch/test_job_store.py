@@ -427,7 +427,7 @@ def test_two_runners_at_once_end_every_line_once(harness: BatchHarness) -> None:
     async def scenario() -> None:
         runs: Counter[int] = Counter()
 
-        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             runs[body["prompt"]] += 1
             if random.random() < 0.05:
                 harness.clock.now += 2 * LEASE_S

@@ -193,7 +193,7 @@ def test_stored_bytes_are_bounded_by_tenant(harness: BatchHarness) -> None:
         assert num_bytes == 6000 + len(text) - 2, "without line ends"
         await other.upload("in", "batch", iter([b"x" * 9000]))
 
-        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
             return {"said": "y" * 10_000}
 
         async with harness.running(harness.runner(answer)):
@@ -397,7 +397,7 @@ def test_a_runner_claims_64_jobs_at_once(sqlite_harness: BatchHarness, monkeypat
         held.append([each.job_id for each in found])
         return found
 
-    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, _body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         if sum(map(len, held)) == 66:
             claimed_all.set()
         return {}
@@ -421,7 +421,7 @@ def test_lines_of_a_tenant_do_not_wait_for_the_many_jobs_of_another(
     service, begun = sqlite_harness.service(), list[str]()
     _submit_jobs(service, "many", 18, num_lines=20)
 
-    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
         begun.append(body["prompt"])
         await asyncio.sleep(0)
         return {}
