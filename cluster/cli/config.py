@@ -100,7 +100,7 @@ def _markdown() -> Iterator[str]:
             words, key = extra(field), field.alias or name
             option = f"--{key.replace('_', '-')}" if words["has_flag"] else "none"
             default = default_text(field) or "off"
-            if not words["unset"] and default != "off":
+            if not words["unset"] and default not in ("on", "off"):
                 default = f"`{default}`"
             note = "" if words["in_serve_config"] else " Not in a Ray Serve config."
             cells = (option, f"`{key}`", default, f"{field.description}{note}")

@@ -179,9 +179,6 @@ class BatchingKeys(KeyGroup):
         "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
         "Only pages that no request needs are kept.",
     )
-    share_prefixes: bool = key(
-        False, "Let requests with other API keys begin with the same cached text; how fast they start then shows what is cached."
-    )
     max_in_flight: SmallInt | None = key(None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False)
     itl_target_ms: Annotated[float, Field(gt=0)] | None = key(
         None,

@@ -39,6 +39,9 @@ class ServingKeys(KeyGroup):
         256, "Sequences that may wait for a slot, per pipeline. More are refused with 429."
     )
     max_queued_tokens: PositiveInt = key(2**17, "Prompt tokens that may wait, per pipeline. More are refused with 429.")
+    share_prefixes: bool = key(
+        False, "Let requests with other API keys begin with the same cached text; how fast they start then shows what is cached."
+    )
     max_body_bytes: PositiveInt = key(8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False)
     stream_writes_per_s: PositiveInt | None = key(
         None, "Writes to streams per second of one ingress replica.", unset="50 per core and machine, at most 400", has_flag=False

@@ -59,7 +59,9 @@ def default_text(field: FieldInfo) -> str:
     default = field.default
     if isinstance(default, ByteSize):
         return format_bytes_flag(default)
-    return "" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
+    if isinstance(default, bool):
+        return "on" if default else ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def key_option(name: str, help: str | None = None, **details: Any) -> Any:  # noqa: ANN401

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PagePool:
-    """Pages that are free, held by one or more sequences, or idle and *cached*: nobody holds them, and their contents are known.
+    """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
 
     A page is known by the key of its block of tokens, see ``prefix_cache.py``. Cached pages are taken, the least recently used
     first, when none is free, so they never keep a page from a sequence.

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 MAX_FAILURES = 3  # failed micro-batches in a row, without a token between them; the last one with the sequence alone
@@ -18,6 +19,12 @@ class FailedBatch:
 
     positions: Mapping[Sequence, tuple[int, int]]
     is_alone: bool
+
+
+def position_spans(batch: MicroBatch) -> dict[int, tuple[int, int]]:
+    """Return the first position of each sequence in a micro-batch and the one after the last, by the sequence's id."""
+    spans = {chunk.seq_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.chunks}
+    return spans | {seq_id: (n, n + 1) for seq_id, n in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)}
 
 
 class PoisonDetector:

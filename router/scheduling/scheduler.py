@@ -9,7 +9,7 @@ from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
 from tramontane.router.scheduling.batch_queues import DecodeQueue, PrefillQueue, urgent_tokens
-from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector
+from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
@@ -83,8 +83,7 @@ class Scheduler:
         assert result.step_id == batch.step_id
         budget, work, decoding = self._in_flight.popleft()
         self.policy.observe(budget, work, result.timings)
-        token_ids, finished = iter(result.token_ids), dict(result.finished)
-        accepted: list[Accepted] = []
+        token_ids, finished, accepted = iter(result.token_ids), dict(result.finished), list[Accepted]()
         for chunk in batch.chunks:
             token_id = next(token_ids) if chunk.needs_sample else None
             accepted += self._apply_result(self._running.by_id[chunk.seq_id], token_id, finished.get(chunk.seq_id))
@@ -118,10 +117,8 @@ class Scheduler:
 
     def failed_batch(self, batch: MicroBatch) -> FailedBatch:
         """Return what ``record_failure`` needs of the oldest micro-batch in flight, which has failed."""
-        spans = {chunk.seq_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.chunks}
-        spans |= {seq_id: (start, start + 1) for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)}
-        positions = {self._running.by_id[seq_id]: span for seq_id, span in spans.items()}
-        return FailedBatch(positions, is_alone=len(self._running) == 1)
+        by_id = self._running.by_id
+        return FailedBatch({by_id[seq_id]: span for seq_id, span in position_spans(batch).items()}, is_alone=len(by_id) == 1)
 
     def record_failure(self, failed: FailedBatch) -> int | None:
         """Count a failed micro-batch against its sequences; return the one that has caused it, if that is certain."""
@@ -274,7 +271,7 @@ class Scheduler:
             self._decodes.record_growth([num_known])
         if finish is None and token_id in sequence.end_ids:
             finish = FinishReason.STOP
-        if finish is None and num_known >= sequence.max_len:
+        elif finish is None and num_known >= sequence.max_len:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._deschedule(sequence, FINISHED)

@@ -50,6 +50,8 @@ KEYS = {
     "max_num_seqs": "PSF",
     "max_num_batched_tokens": "-SF",
     "max_in_flight": "-S-",
+    "enable_prefix_caching": "-SF",
+    "share_prefixes": "-SF",
     "itl_target_ms": "-SF",
     "local": "--F",
     "seed": "--F",

@@ -537,6 +537,8 @@ DEFAULTS = {
     "max_model_len": None,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+    "share_prefixes": False,
     "itl_target_ms": None,
     "page_size": 16,
     "kv_cache_memory": None,
@@ -586,7 +588,12 @@ DEFAULTS = {
     "jobs_max_bytes": 2**36,
     "jobs_url_prefixes": (),
 }
-SWITCHES = {"local": "local", "json": "json_output", "batch_invariant": "batch_invariant"}  # flag and key: attribute
+SWITCHES = {  # flag and key: attribute
+    "local": "local",
+    "json": "json_output",
+    "batch_invariant": "batch_invariant",
+    "enable_prefix_caching": "enable_prefix_caching",
+}
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
 KEYS_WITHOUT_FLAG = {"placement_timeout", "max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
 FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
@@ -604,6 +611,7 @@ OF_SERVE = {
     "downscale_delay",
     "max_queued_requests",
     "max_queued_tokens",
+    "share_prefixes",
     "drain_timeout",
     "slow_reader_timeout",
     "dashboard",
@@ -713,9 +721,10 @@ def test_all_settings_are_tried() -> None:
 
 @pytest.mark.parametrize("flag", list(SWITCHES))
 def test_switches(configured: Any, tmp_path: Path, flag: str) -> None:  # noqa: ANN401
-    (tmp_path / "file.yaml").write_text(f"{flag}: true\n")
-    assert getattr(configured(f"--{flag.replace('_', '-')}")[0], SWITCHES[flag]) is True
-    assert getattr(configured("--config", str(tmp_path / "file.yaml"))[0], SWITCHES[flag]) is True
+    changed = not DEFAULTS[flag]
+    (tmp_path / "file.yaml").write_text(f"{flag}: {str(changed).lower()}\n")
+    assert getattr(configured(f"--{'' if changed else 'no-'}{flag.replace('_', '-')}")[0], SWITCHES[flag]) is changed
+    assert getattr(configured("--config", str(tmp_path / "file.yaml"))[0], SWITCHES[flag]) is changed
 
 
 def test_a_flag_wins_over_the_file(configured: Any, tmp_path: Path) -> None:  # noqa: ANN401
