@@ -24,8 +24,8 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 # Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Tests
-# that only compute are at nice 5: they fill the waits of the other lanes, and end at about the same time. With a fourth
-# lane everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
+# that only compute are in two processes at nice 5: they fill the waits of the other lanes. With a fourth lane
+# everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
 OTHERS = test-plain test-serve-command check test-ray
 test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in process; tests without Ray; commands, types and Ray
@@ -34,7 +34,7 @@ test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in proces
 	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	nice -n 5 $(PYTEST) -m "not ray"
+	nice -n 5 $(PYTEST) -m "not ray" --numprocesses=2 --dist=loadfile
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster

@@ -255,6 +255,9 @@ class RequestOutput(NamedTuple):
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
     fingerprint: str = ""  # of the pipeline that makes these tokens and those that follow; "" if no other than before
+    # Tokens of prompts that were cached, of those sequences whose first token is in ``events``. Each prompt counts once, however
+    # many sequences have it.
+    num_cached: int = 0
 
     @property
     def num_values(self) -> int:

@@ -24,7 +24,7 @@ from tramontane.proto.request import (
 from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 # Ingress replicas and routers of two versions meet during an upgrade. The hash changes with every field of these classes.
-_OUTPUT_LAYOUT = 2  # of ``encode_outputs``, which changes without a field
+_OUTPUT_LAYOUT = 3  # of ``encode_outputs``, which changes without a field
 _INGRESS_ROUTER_TYPES = (SequenceRequest, SamplingParams, RequestOutput, RequestTimings, TokenEvent, Logprobs, ExpertChoices)
 PROTOCOL_HASH = f"{zlib.crc32(repr([_OUTPUT_LAYOUT, *(str(signature(cls)) for cls in _INGRESS_ROUTER_TYPES)]).encode()):08x}"
 ONE_TOKEN_FIELDS = 6  # of the short form of an output
@@ -114,7 +114,7 @@ def encode_specs(specs: Sequence[SequenceRequest]) -> bytes:
     """Encode the sequences of a request. The prompt of several choices is sent once, and decoded to one object."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter("priority", "output_ids", "owner", "already_admitted", "request_id")
+    others = attrgetter("priority", "output_ids", "owner", "already_admitted", "request_id", "cache_salt")
     sequences = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
     return _pack((prompts, sequences))
 
@@ -165,8 +165,8 @@ def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> t
     """Return the short form of an output, or None if it has more than one token, the end of a sequence or an error."""
     if isinstance(output, errors.TramontaneError):
         return None
-    events, times, experts, logprobs, fingerprint = output
-    if len(events) != 1 or events[0][2] is not None or experts or logprobs or fingerprint:
+    events, times, experts, logprobs, fingerprint, num_cached = output
+    if len(events) != 1 or events[0][2] is not None or experts or logprobs or fingerprint or num_cached:
         return None
     return (number, *events[0][:2], *times)
 
@@ -174,7 +174,7 @@ def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> t
 def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
     """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes takes."""
     event = _new(TokenEvent, (seq_id, token_id, None))
-    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), (), ""))
+    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), (), "", 0))
     return output
 
 
@@ -183,20 +183,21 @@ def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:  # no
         return _error_kind(output), str(output)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in output.events]
     times = (output.times.queue_s, output.times.prefill_s, output.times.decode_s)
-    return events, times, output.experts, output.logprobs, output.fingerprint
+    return events, times, output.experts, output.logprobs, output.fingerprint, output.num_cached
 
 
 def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: ANN401
     if isinstance(fields[0], str):
         kind, message = fields
         return ERROR_KINDS[kind](message)
-    events, times, experts, logprobs, fingerprint = fields
+    events, times, experts, logprobs, fingerprint, num_cached = fields
     return RequestOutput(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
         RequestTimings(*times),
         _choices(experts),
         _logprobs(logprobs),
         fingerprint,
+        num_cached,
     )
 
 

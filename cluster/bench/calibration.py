@@ -66,6 +66,10 @@ class PolicyRecorder:
         self.steps.append((work, tuple(timings)))
         self._policy.observe(budget, work, timings)
 
+    def seconds(self, work: BatchWork) -> float:
+        """Return what the wrapped policy does."""
+        return self._policy.seconds(work)
+
 
 async def calibrate(
     config: EngineConfig,

@@ -110,7 +110,7 @@ def default_cost_model(num_stages: int) -> Callable[[BatchWork], list[float]]:
 def _calibrate(model: Path | None) -> "Calibration":
     from tramontane.cluster.bench.calibration import calibrate  # imports Ray, which simulation does not need
 
-    config = EngineConfig.build(None, {"model": model, "stages": CALIBRATED_STAGES})
+    config = EngineConfig.build(None, {"model": model, "stages": CALIBRATED_STAGES, "enable_prefix_caching": False})
     traffic = TrafficModel(
         CALIBRATION_REQUESTS, LengthDistribution(100, PROMPT_SPREAD, 600), LengthDistribution(40, ANSWER_SPREAD, 200)
     )

@@ -141,7 +141,8 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
     name = Text.assemble("\n", (pipeline.name, "bold"))
     numbers = Text(
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
-        f"{pipeline.pages_held} of {pipeline.pages} pages, {_recoveries(pipeline.recoveries)}"
+        f"{pipeline.pages_held} of {pipeline.pages} pages, {pipeline.pages_cached} cached{_hits(pipeline)}, "
+        f"{_recoveries(pipeline.recoveries)}"
     )
     waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
@@ -151,6 +152,11 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
         for stage, busy in zip(pipeline.stages, pipeline.busy, strict=True)
     ]
     return Group(name, numbers, waits, *stages)
+
+
+def _hits(pipeline: PipelineActivity) -> str:
+    queries = pipeline.prefix_cache_queries
+    return f" ({pipeline.prefix_cache_hits / queries:.0%} of tokens hit)" if queries else ""
 
 
 def _recoveries(count: int) -> str:

@@ -53,13 +53,14 @@ class GenerationOutput:
     """A prompt and its completions. ``prompt`` is None where the prompt was given as token ids.
 
     ``prompt_logprobs`` has an entry per token of the prompt after the first if ``SamplingParams.prompt_logprobs`` asks for
-    them, or else is empty.
+    them, or else is empty. ``num_cached_tokens``: those of the prompt that the first completion found in the caches.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -199,11 +200,11 @@ def _sampling(sampling: SamplingParams | None, n: int | None) -> SamplingParams:
     return replace(sampling, n=n)
 
 
-_Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...]]  # and the log-probabilities of the prompt
+_Completion = tuple[CompletionOutput, tuple[TokenLogprob, ...], int]  # and log-probabilities and cached tokens of the prompt
 
 
 def _to_output(text: str | None, prompt_ids: tuple[int, ...], completions: Sequence[_Completion]) -> GenerationOutput:
-    return GenerationOutput(text, prompt_ids, tuple(output for output, _ in completions), completions[0][1])
+    return GenerationOutput(text, prompt_ids, tuple(output for output, *_ in completions), *completions[0][1:])
 
 
 async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceRequest, index: int) -> _Completion:
@@ -211,8 +212,10 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     pieces: list[str] = []
     token_ids: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
+    num_cached = 0
     async with aclosing(engine.router.generate([spec])) as batches:
         async for batch in batches:
+            num_cached += batch.num_cached
             for run in batch.logprobs:
                 for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
                     logprobs[run.start + offset] = TokenLogprob(logprob, top)
@@ -230,7 +233,7 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     own = ours[num_prompt:][: len(token_ids)]
     reasoning = text.take_reasoning() if isinstance(text, ChatDetokenizer) else ""
     output = CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning)
-    return output, tuple(ours[:num_prompt])
+    return output, tuple(ours[:num_prompt]), num_cached
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class PipelineMetrics:
         self._inc(table.SCHEDULED, counts.prefill_tokens, phase="prefill")
         self._inc(table.SCHEDULED, counts.decode_tokens, phase="decode")
         self._inc(table.MICRO_BATCHES, counts.num_micro_batches)
+        self._inc(table.PREFIX_QUERIES, router.scheduler.allocator.num_queried)
+        self._inc(table.PREFIX_HITS, router.scheduler.allocator.num_hit)
         self._inc(table.PREEMPTIONS, router.scheduler.num_preempted)
         self._inc(table.RECOVERIES, progress.num_recoveries)
         self._inc(table.PAUSES, progress.paused_s)
@@ -55,10 +57,12 @@ class PipelineMetrics:
     def _export_queue(self, scheduler: Scheduler) -> None:
         self._set(table.NUM_RUNNING, scheduler.num_running)
         self._set(table.NUM_WAITING, scheduler.num_waiting)
-        for kind, num_free in zip(scheduler.allocator.cache.classes, scheduler.allocator.num_free, strict=True):
+        allocator = scheduler.allocator
+        for kind, num_free, num_cached in zip(allocator.cache.classes, allocator.num_free, allocator.num_cached, strict=True):
             window = str(kind.window or "none")
             self._set(table.PAGES, kind.num_pages, window=window)
             self._set(table.PAGES_HELD, kind.num_pages - num_free, window=window)
+            self._set(table.PAGES_CACHED, num_cached, window=window)
 
     def _inc(self, metric: table.Metric, value: float, **labels: str) -> None:
         self._counters[metric].update(value, self._tags | labels)

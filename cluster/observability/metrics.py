@@ -69,6 +69,13 @@ NUM_RUNNING = _gauge("num_requests_running", "sequences", "pipeline", "Sequences
 NUM_WAITING = _gauge("num_requests_waiting", "sequences", "pipeline", "Sequences in the router's waiting queue.")
 PAGES_HELD = _gauge("kv_cache_pages_in_use", "pages", "pipeline window", "Pages of the rolling KV cache that sequences hold.")
 PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "Pages of the rolling KV cache in total.")
+PAGES_CACHED = _gauge(
+    "kv_cache_pages_cached", "pages", "pipeline window", "Pages that no sequence holds, and whose contents are kept for reuse."
+)
+PREFIX_QUERIES = _counter(
+    "prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began, for which cached pages were looked up."
+)
+PREFIX_HITS = _counter("prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed.")
 PREEMPTIONS = _counter(
     "num_preemptions",
     "sequences",
@@ -108,7 +115,8 @@ EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "Rows of hidden 
 
 PIPELINE_METRICS = (
     *(RUNNING, ACTIVE, STAGE_BUSY, STAGE_WAITING, STAGE_TOKENS, SCHEDULED, MICRO_BATCHES, MICRO_BATCH_TOKENS, HOPS_S),
-    *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PREEMPTIONS, RECOVERIES, PAUSES),
+    *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PAGES_CACHED, PREFIX_QUERIES, PREFIX_HITS),
+    *(PREEMPTIONS, RECOVERIES, PAUSES),
 )
 REQUEST_METRICS = (FIRST_TOKEN, INTER_TOKEN, E2E_LATENCY, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)
 STAGE_ACTOR_METRICS = (SENT_HOPS, SENT_BYTES)

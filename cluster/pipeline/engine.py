@@ -122,8 +122,11 @@ def model_fingerprint(config: EngineConfig) -> Fingerprint:
     return Checkpoint(config.model).fingerprint()
 
 
-def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False) -> Scheduler:
-    """Return a scheduler for the plan. ``bounded``: the waiting queue is limited, as it must be behind an ingress."""
+def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False, model: str = "") -> Scheduler:
+    """Return a scheduler for the plan. ``bounded``: the waiting queue is limited, as it must be behind an ingress.
+
+    ``model``: see ``SchedulerLimits``.
+    """
     limits = SchedulerLimits(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -134,6 +137,7 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
         max_queued_tokens=config.max_queued_tokens if bounded else None,
         reuses_prefixes=config.enable_prefix_caching,
         shares_prefixes=config.share_prefixes,
+        model=model,
     )
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
 

@@ -23,6 +23,7 @@ from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.jobs import Endpoint
@@ -198,9 +199,9 @@ class BatchReplica:
         max_running = config.max_num_seqs * config.max_pipelines
         concurrency = config.jobs_concurrency or max_running + max_running // 4  # some always wait, so that no slot stays empty
         node = ray.get_runtime_context().get_node_id()
-        self._routers = RouterClient(
-            router, model.max_sequences * config.max_pipelines, model=short_digest(fingerprint), node=node
-        )
+        max_unaccepted, mark = model.max_sequences * config.max_pipelines, short_digest(fingerprint)
+        routing = prefix_aware_routing(config, mark)
+        self._routers = RouterClient(router, max_unaccepted, model=mark, node=node, routing=routing)
         start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export)
         self._model, self._chat = model, load_chat_format(config, model)
         settings = job_settings(config)

@@ -30,6 +30,7 @@ from tramontane.cluster.serve_patches.grpc_proxy import is_loopback
 from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node, track_response_queues
 from tramontane.cluster.serving.batch_replica import batch_service
 from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.router_queries import prefix_aware_routing
 from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.request_stats import CountingTokenSource
@@ -64,7 +65,8 @@ class IngressReplica(GrpcServicer):
         writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
         pacer = Pacer(writes_per_s)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
-        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.interval_s)
+        routing = prefix_aware_routing(config, digest)
+        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.interval_s, routing)
         application = serve.get_replica_context().app_name
         if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
             self._routers.drain()

@@ -25,6 +25,7 @@ from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
+from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest
 
 MAX_STREAM_ATTEMPTS = 5  # to open the stream from one router for one request
@@ -45,6 +46,7 @@ class RouterClient(RouterQueries):
     ``handover_grace_s``: how long a router that is to stop may finish its requests; longer ones move to another router.
     ``model``: ``short_digest`` of the model whose token ids we send. ``node``: Ray's id of our node.
     ``write_interval_s``: how often each stream to a client is written to now; routers send tokens a little more often.
+    ``routing``: None where there is one router at most, or prefixes are not cached.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class RouterClient(RouterQueries):
         model: str = "",
         node: str = "",
         write_interval_s: Callable[[], float] = lambda: 0.0,
+        routing: PrefixAwareRouting | None = None,
     ) -> None:
         super().__init__(handle)
+        self._routing = routing
         self._window, self._model_key = AdmissionWindow(max_unaccepted), model_key(model)
         self._handover_grace_s = handover_grace_s
         self._node, self._write_interval_s = node, write_interval_s
@@ -69,6 +73,7 @@ class RouterClient(RouterQueries):
         self._silent: set[str] = set()  # replicas
         self._refusals = RecentRefusals()
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
+        self._following: asyncio.Task[None] | None = None  # the digests of the routers
         self._streams_of: dict[int, tuple[str, str]] = {}  # the stream that carries its tokens, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
 
@@ -89,6 +94,8 @@ class RouterClient(RouterQueries):
         if not progress.was_accepted:  # through another ingress
             self.check_capacity(len(specs), specs[0].owner)
         self._num_requests += 1
+        if self._routing is not None and self._following is None:
+            self._following = self._start(self.follow_digests(self._routing))
         try:
             async with aclosing(self._generate_with_failover(progress, specs[0])) as batches:
                 async for batch in batches:
@@ -130,7 +137,7 @@ class RouterClient(RouterQueries):
         outputs = self._outputs[number] = OutputQueue()
         self._window.unaccepted[number] = WaitingRequest(len(specs), since)
         request_id = specs[0].request_id
-        call = self._start(self._call(number, encoded, outputs, specs[0]), request_id)
+        call = self._start(self._call(number, encoded, outputs, specs), request_id)
         self._arm_timeout(ACCEPT_TIMEOUT_S, number, errors.PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
@@ -181,12 +188,12 @@ class RouterClient(RouterQueries):
         for task in (*self._tasks, *filter(None, [self._readiness])):
             task.cancel()
 
-    async def _call(self, number: int, specs: bytes, outputs: OutputQueue, first: SequenceRequest) -> None:
+    async def _call(self, number: int, encoded: bytes, outputs: OutputQueue, specs: Sequence[SequenceRequest]) -> None:
         """Run the call that lasts as long as a router works on the request. It may end before the last tokens arrive."""
         try:
-            refusal = await self._submit(number, specs, first)
+            refusal = await self._submit(number, encoded, specs)
         except Exception as error:  # of any kind: the client must get an answer
-            name, fields = first.request_id or "-", request_fields(first.request_id)
+            name, fields = specs[0].request_id or "-", request_fields(specs[0].request_id)
             logger.warning("the call of request %s failed: %s", name, error, extra=fields)
             refusal = errors.PipelineError("the router is gone")
         if refusal is not None:
@@ -195,13 +202,15 @@ class RouterClient(RouterQueries):
             self._window.unaccepted.pop(number, None)
             self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, errors.PipelineError("the router is gone"))
 
-    async def _submit(self, number: int, specs: bytes, first: SequenceRequest) -> errors.TramontaneError | None:
+    async def _submit(self, number: int, encoded: bytes, specs: Sequence[SequenceRequest]) -> errors.TramontaneError | None:
         """Find a router that accepts the request and wait until it is done; return the reason if all routers refuse it."""
-        search, num_unopened, only = RouterSearch(self._refusals, first), Counter[str](), ""
+        search, num_unopened, only = RouterSearch(self._refusals, specs[0]), Counter[str](), ""
         while True:
-            constraint = ONLY + only if only else exclude(self._silent | search.refused.keys())
-            method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
-            arguments = self._name, number, specs, self._model_key, search.may_wait, self._write_interval_s()
+            refusing = self._silent | search.refused.keys()
+            chosen = only or (self._routing and self._routing.choose(specs, refusing))
+            constraint = ONLY + chosen if chosen else exclude(refusing)
+            method = self._method("generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES)
+            arguments = self._name, number, encoded, self._model_key, search.may_wait, self._write_interval_s()
             outcome: bytes = await cancellable(method.remote(*arguments))
             if outcome == DONE:
                 return None

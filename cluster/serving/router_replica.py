@@ -31,6 +31,7 @@ from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
 from tramontane.router.engine.health import HealthTracker
+from tramontane.router.engine.prefix_aware_routing import Known, PrefixDigest, make_digest
 from tramontane.router.engine.router import Router
 from tramontane.workers.weights.checkpoint import Fingerprint, check_fingerprint, short_digest
 
@@ -54,7 +55,8 @@ class RouterReplica:
         bind_internal_port_to_node()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._streams = IngressStreams(self._name, short_digest(fingerprint))
+        self._model, self._num_routers = short_digest(fingerprint), 0
+        self._streams = IngressStreams(self._name, self._model)
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._is_given_up = False
@@ -166,18 +168,28 @@ class RouterReplica:
         if not self._router.is_attached:
             return None, self._name
         scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
+        allocator = scheduler.allocator
         activity = PipelineActivity(
             name=name,
             stages=[StageInfo(label=stage.label, stage=stage.stage_id) for stage in plan.stages],
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            pages_held=scheduler.allocator.num_held,
-            pages=scheduler.allocator.num_pages,
+            pages_held=allocator.num_held,
+            pages=allocator.num_pages,
+            pages_cached=sum(allocator.num_cached),
+            prefix_cache_queries=allocator.num_queried,
+            prefix_cache_hits=allocator.num_hit,
             epoch=scheduler.epoch,
             recoveries=self._router.health.num_recoveries,
             **self._activity.as_data(len(plan.stages), after.get(name)),
         )
         return activity, self._name
+
+    async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
+        """Return what is cached, None if the pipeline is not driven now, and this router's name. ``known``: by replica."""
+        if not self._router.is_attached:
+            return None, self._name
+        return make_digest(self._name, self._num_routers, self._router.scheduler, known.get(self._name)), self._name
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
         """Follow a plan for this load; return how many experts were loaded or why none were, and this router's name."""
@@ -262,7 +274,8 @@ class RouterReplica:
             self._router = self._new_router(failed.health)
 
     def _new_router(self, before: HealthTracker | None = None) -> Router:
-        scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
+        self._num_routers += 1
+        scheduler = make_scheduler(self._config, self._spec.plan, bounded=True, model=self._model)
         return Router(
             scheduler,
             self._chain,

@@ -1,8 +1,9 @@
 """Lines of a job's input: split, and validated one by one. An invalid line does not affect the others."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import from_json
 
@@ -14,6 +15,8 @@ from tramontane.router.openai.errors import describe_json_error
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
+PROMPT = re.compile(r'"(?:messages|prompt)"\s*:')
+COMPARED_CHARACTERS = 256  # some fifty tokens: less than that is not worth another order
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -38,6 +41,17 @@ class InputLine(NamedTuple):
 
     number: int  # from 1
     text: bytes | None  # None: it was too long
+
+
+class HasText(Protocol):
+    """A line whose text can be read."""
+
+    @property
+    def text(self) -> str:
+        """The request as it was sent."""
+
+
+Line = TypeVar("Line", bound=HasText)
 
 
 class ParsedLine(NamedTuple):
@@ -140,3 +154,16 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint) -> None:
         raise RequestError("body must be a JSON object")
     if unknown := sorted(request.keys() - KEYS):
         raise RequestError(f"{unknown[0]!r:.80} is not a known key of a line")
+
+
+def by_prefix(lines: Iterable[Line]) -> list[Line]:
+    """Bring lines together whose prompts begin alike, in the order of the first of them; others keep their order.
+
+    Beginnings a, b, a, c, b: a, a, b, b, c.
+    """
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        found = PROMPT.search(line.text)
+        start = found.end() if found else 0
+        groups.setdefault(line.text[start : start + COMPARED_CHARACTERS], []).append(line)
+    return [line for group in groups.values() for line in group]

@@ -26,7 +26,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.claims import Claim, JobClaimStore, JobLostError, Outcome, PendingLine
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.input_lines import extract_body
+from tramontane.router.batch.input_lines import by_prefix, extract_body
 from tramontane.router.batch.line_slots import LineSlot, LineSlots
 from tramontane.router.batch.outcomes import OutcomeWriter, Sleep, retry_while_store_down, write_result_files
 from tramontane.router.batch.storage import JobStorage
@@ -65,7 +65,8 @@ class BatchRunner:
     """Claims jobs and runs their lines.
 
     ``answer`` returns a line's answer, or raises RequestError, OverloadedError or PipelineError.
-    ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of ``PAGE_SIZE`` lines in memory.
+    ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of ``PAGE_SIZE`` lines in memory; of
+    these, lines whose prompts begin alike are started after one another.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class BatchRunner:
         after = -1
         unfinished = asyncio.Semaphore(self._concurrency)
         while page := await self._retry(partial(self._claims.next_lines, run.claim, after, PAGE_SIZE)):
-            for line in page:
+            for line in by_prefix(page):  # of which the first caches the prefix for the others
                 await unfinished.acquire()
                 if run.is_cancelled:  # no need to wait for a slot
                     return

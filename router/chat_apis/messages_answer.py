@@ -49,7 +49,7 @@ class MessagesTokensDetails(Answer):
 
 
 class MessagesUsage(Answer):
-    """Number of tokens. None come from a cache."""
+    """Number of tokens. ``input_tokens``: those of the prompt that were computed, ``cache_read_input_tokens`` the others."""
 
     input_tokens: int
     output_tokens: int
@@ -127,7 +127,7 @@ class MessagesAnswers(BlockAnswer):
         }
 
     def _message(self, content: list[dict[str, Any]], *, is_whole: bool) -> dict[str, Any]:
-        head = self._chat.head
+        head, usage = self._chat.head, self._chat.usage
         return {
             "id": f"msg_{str(head['id']).partition('-')[2]}",
             "type": "message",
@@ -136,10 +136,10 @@ class MessagesAnswers(BlockAnswer):
             "content": content,
             **(self._stop() if is_whole else {"stop_reason": None, "stop_sequence": None}),
             "usage": {
-                "input_tokens": self._chat.usage.prompt_tokens,
+                "input_tokens": usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens,
                 **self._output_usage(is_whole=is_whole),
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
+                "cache_read_input_tokens": usage.prompt_tokens_details.cached_tokens,
             },
         }
 

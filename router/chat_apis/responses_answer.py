@@ -71,7 +71,7 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Tokens of the prompt that came from a cache: none."""
+    """Tokens of the prompt that were cached. Nothing is written for later that a client would pay for."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -133,7 +133,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     details = usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details is not None else 0},
         "total_tokens": usage.total_tokens,

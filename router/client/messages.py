@@ -42,6 +42,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    cached_tokens: int  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,9 @@ def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens)
+    return Usage(
+        message.prompt_tokens, message.completion_tokens, message.total_tokens, message.prompt_tokens_details.cached_tokens
+    )
 
 
 def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:

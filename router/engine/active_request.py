@@ -59,6 +59,8 @@ class ActiveRequest:
         self.is_single = len(sequences) == 1
         is_resumed = any(s.output_ids for s in sequences)  # another router has emitted tokens
         self.last_token_at = now if is_resumed else math.inf
+        self._num_cached: dict[int, int] = {}  # tokens of prompts that were cached, by seq_id, until its first token
+        self._counts_prompt = {s.seq_id for s in {id(s.prompt_ids): s for s in reversed(sequences)}.values() if not s.output_ids}
         self._experts = PositionBuffer[ExpertChoices]()
         self._logprobs = PositionBuffer[Logprobs]()
         for index, sequence in enumerate(sequences):
@@ -66,6 +68,13 @@ class ActiveRequest:
                 self._logprobs.skip_to(index, sequence.num_known)
             for layer in sequence.sampling.return_experts:
                 self._experts.skip_to(index, sequence.num_known - 1 if sequence.output_ids else 0, layer)
+
+    def record_start(self, seq_id: int, num_cached: int, now: float) -> None:
+        """Record the first chunk of a sequence, which may be computed again later, after so many cached tokens."""
+        self.started_at = min(self.started_at, now)
+        if num_cached and seq_id in self._counts_prompt:
+            self._num_cached[seq_id] = num_cached
+        self._counts_prompt.discard(seq_id)
 
     def add_experts(self, choices: ExpertChoices) -> None:
         """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield none for a while."""
@@ -80,7 +89,8 @@ class ActiveRequest:
         self.first_token_at, self.last_token_at = min(self.first_token_at, now), now
         fields = [(self.index_of[seq_id], token_id, finish) for seq_id, token_id, finish in events]
         own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))  # half of what calling TokenEvent takes
-        self.sink(RequestOutput(own, self._times(now), self._experts.take(own), self._logprobs.take(own)))
+        cached = sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events) if self._num_cached else 0
+        self.sink(RequestOutput(own, self._times(now), self._experts.take(own), self._logprobs.take(own), num_cached=cached))
 
     @property
     def times(self) -> RequestTimings:
@@ -107,9 +117,11 @@ class QueueWaitTracker:
     def record_starts(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
         """Record which requests, by the ids of their sequences, start with this micro-batch."""
         for chunk in batch.chunks:
-            if chunk.sampling is not None and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
-                request.started_at = self._clock()
-                self._last_queue_s[request.priority] = request.started_at - request.arrived_at
+            if chunk.sampling is not None and (request := requests.get(chunk.seq_id)):
+                now = self._clock()
+                if request.started_at == math.inf:
+                    self._last_queue_s[request.priority] = now - request.arrived_at
+                request.record_start(chunk.seq_id, chunk.start, now)
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
         """Return the longest wait of this priority in whole seconds: of the last start, or of a request that still waits."""

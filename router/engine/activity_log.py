@@ -59,7 +59,8 @@ class MicroBatchActivity(_Model):
 class PipelineActivity(_Model):
     """The activity of one pipeline.
 
-    ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``last`` is for the next ``after``.
+    ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``prefix_cache_queries`` and
+    ``prefix_cache_hits`` count tokens since the router began; ``last`` is for the next ``after``.
     """
 
     name: str
@@ -70,6 +71,9 @@ class PipelineActivity(_Model):
     waiting: int
     pages_held: int
     pages: int
+    pages_cached: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     epoch: int
     recoveries: int
     first_token_s: Percentiles | None

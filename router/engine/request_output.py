@@ -49,6 +49,7 @@ class OutputQueue:
         self._logprobs: list[Logprobs] = []
         self._parts: list[RequestOutput] = []  # of an output whose last part has not arrived
         self._fingerprint = ""  # if it is new
+        self._num_cached = 0
         self._error: TramontaneError | None = None
         self._filled = asyncio.Event()
 
@@ -65,6 +66,7 @@ class OutputQueue:
                 self._experts += part.experts
                 self._logprobs += part.logprobs
             self._parts.clear()
+            self._num_cached += item.num_cached
             self._times = item.times
         else:
             self._error = item
@@ -83,8 +85,9 @@ class OutputQueue:
     def _take(self, times: RequestTimings) -> RequestOutput:
         fields = iter(self._events)
         events = tuple(map(TokenEvent._make, zip(fields, fields, fields, strict=True)))
-        output = RequestOutput(events, times, tuple(self._experts), tuple(self._logprobs), self._fingerprint)
-        self._events, self._times, self._experts, self._logprobs, self._fingerprint = [], None, [], [], ""
+        extras = tuple(self._experts), tuple(self._logprobs)
+        output = RequestOutput(events, times, *extras, self._fingerprint, self._num_cached)
+        self._events, self._times, self._experts, self._logprobs, self._fingerprint, self._num_cached = [], None, [], [], "", 0
         return output
 
 

@@ -279,7 +279,7 @@ class Router:
     def _new_sequence(self, spec: SequenceRequest) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
         fields = next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, spec.request_id
-        salt = "" if self.scheduler.limits.shares_prefixes else spec.cache_salt
+        salt = self.scheduler.limits.cache_salt(spec.cache_salt)
         sequence = LiveSequence(*fields, output_ids=list(spec.output_ids), cache_salt=salt)
         sequence.was_scheduled = bool(spec.output_ids)
         return sequence

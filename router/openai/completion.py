@@ -17,7 +17,7 @@ from tramontane.router.openai.choice_text import ChoiceBuilder, make_detokenizer
 from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, index_by_position, prompt_logprobs, prompt_tokens
-from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, CompletionTokensDetails, Timings, Usage
+from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
 from tramontane.router.structured.answer_rules import Constraint
@@ -52,6 +52,7 @@ class Completion:
             "system_fingerprint": None,  # until the router has named it
         }
         self._times: RequestTimings | None = None
+        self._num_cached = 0  # tokens of prompts
         self.change_bytes = self.answer_bytes = 0  # of JSON, about, of the last changes and of all, without generated text
         self._decoded_prompts: dict[int, str] = {}
         self._num_echoed: dict[int, int] = {}  # characters of the prompt in the text, by choice
@@ -139,6 +140,7 @@ class Completion:
                     self.answer_bytes += self.change_bytes
                     changes = await run_off_loop(self.change_bytes, partial(self._process, own, yielded))
                     self._times = batch.times
+                    self._num_cached += batch.num_cached
                     if changes:
                         yield changes
                     if self.is_finished:
@@ -182,11 +184,8 @@ class Completion:
     def _usage(self, *, has_tokens: bool) -> Usage:
         prompt = sum(map(len, self._prompt_ids))
         completion = sum(choice.num_tokens for choice in self._choices) if has_tokens else 0
-        usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
         thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
-        if thoughts:
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(thoughts) if has_tokens else 0)
-        return usage
+        return Usage.of(prompt, completion, self._num_cached, sum(thoughts) * has_tokens if thoughts else None)
 
     @property
     def timings(self) -> Timings:

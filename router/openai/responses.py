@@ -80,13 +80,36 @@ class CompletionTokensDetails(Answer):
     reasoning_tokens: int
 
 
+class PromptTokensDetails(Answer):
+    """Kinds of the prompt's tokens. ``cached_tokens``: those that were not computed, because their cache pages were known."""
+
+    cached_tokens: int
+
+
 class Usage(Answer):
-    """Number of tokens. A prompt counts once, however many choices it has. The details are of chats with models that think."""
+    """Number of tokens. A prompt counts once, however many choices it has.
+
+    ``completion_tokens_details`` are of chats with models that think.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
+
+    @classmethod
+    def of(cls, num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None) -> "Usage":
+        """Return the usage of so many tokens. ``num_reasoning``: None where there are no thoughts."""
+        usage = cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_completion,
+            total_tokens=num_prompt + num_completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
+        if num_reasoning is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
+        return usage
 
 
 class Timings(Answer):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tramontane.proto.errors import RequestError
 from tramontane.proto.request import validate_prompt
 from tramontane.router.scheduling.page_allocator import PageAllocator
+from tramontane.router.scheduling.prefix_cache import cache_salt
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.router.scheduling.waiting_queue import WaitingQueue
@@ -25,6 +26,11 @@ class SchedulerLimits:
     max_queued_tokens: int | None = None  # of prompts in the waiting queue, of each priority
     reuses_prefixes: bool = False  # whether sequences begin with cached pages of others
     shares_prefixes: bool = False  # also with those of other tenants
+    model: str = ""  # mark of the model and its weights
+
+    def cache_salt(self, tenant: str) -> str:
+        """Return the salt of the keys of cached pages."""
+        return cache_salt(self.model, "" if self.shares_prefixes else tenant)
 
 
 def validate_sequence(sequence: Sequence, limits: SchedulerLimits, allocator: PageAllocator) -> None:

@@ -8,7 +8,14 @@ import numpy as np
 
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import CostColumns, CostModel, Seconds
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState, reserved_for_prefill
+from tramontane.router.scheduling.policy import (
+    BatchBudget,
+    BatchWork,
+    FixedInFlightPolicy,
+    SchedulerState,
+    assumed_seconds,
+    reserved_for_prefill,
+)
 from tramontane.router.scheduling.round_times import SpreadTuner
 
 MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
@@ -91,6 +98,13 @@ class BalancedPolicy:
             self._cost.observe(work, self._columns.columns(timings))
             self._in_flight_tuner.observe(timings)
             self._spread_tuner.observe(budget.spread, budget.round_s, timings[-1].ended_at)
+
+    def seconds(self, work: BatchWork) -> float:
+        """See ``Policy``."""
+        if not self._cost.is_ready:
+            return assumed_seconds(work)
+        slowest_2, _ = self._predict([work, BatchWork()])
+        return float(slowest_2[0] - slowest_2[1])
 
     def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
         """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.router.scheduling.cached_key_log import CachedKeyLog
 from tramontane.router.scheduling.page_pool import PagePool
 from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
 from tramontane.router.scheduling.sequence import Sequence
@@ -26,7 +27,8 @@ class PageAllocator:
     def __init__(self, cache: CachePlan, reuses_prefixes: bool = False) -> None:
         self.cache = cache
         self._reuses_prefixes = reuses_prefixes
-        self._pools = [PagePool(c.num_pages) for c in cache.classes]
+        self.cached_keys = CachedKeyLog(len(cache.classes))
+        self._pools = [PagePool(c.num_pages, self.cached_keys) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
         self.num_queried = self.num_hit = 0  # tokens of sequences that have begun, and those of them that were cached
         self._reserved = [0] * len(cache.classes)
@@ -38,9 +40,9 @@ class PageAllocator:
         return [pool.num_idle for pool in self._pools]
 
     @property
-    def num_cached(self) -> int:
-        """Pages of all classes that no sequence holds, and whose contents are known."""
-        return sum(pool.num_cached for pool in self._pools)
+    def num_cached(self) -> list[int]:
+        """Pages of each class that no sequence holds, and whose contents are known."""
+        return [pool.num_cached for pool in self._pools]
 
     @property
     def num_pages(self) -> int:
@@ -155,6 +157,7 @@ class PageAllocator:
     def forget_contents(self) -> None:
         """Forget what is cached: the stages have lost it. No sequence holds pages."""
         self._just_written.clear()
+        self.cached_keys.clear()
         for pool in self._pools:
             pool.forget_contents()
 

@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tramontane.router.scheduling.cached_key_log import CachedKeyLog
+
 
 class PagePool:
     """Pages that are free, held by one or more sequences, or *cached*: idle, with known contents.
@@ -11,8 +13,8 @@ class PagePool:
     first, when none is free, so they never keep a page from a sequence.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, log: CachedKeyLog) -> None:
+        self.num_pages, self._log = num_pages, log
         self._free = list(range(num_pages))[::-1]
         self._num_holders = [0] * num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # idle pages with a key, the least recently used first
@@ -35,7 +37,9 @@ class PagePool:
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key]
+            self._log.remove(key)
         self._num_holders[page] = 1
         return page
 
@@ -64,9 +68,10 @@ class PagePool:
         """Make the contents of a held page known, unless another page has the same."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
+            self._log.add(key)
 
     def forget_contents(self) -> None:
-        """Forget what all pages contain. No sequence holds any."""
+        """Forget what all pages contain; the log is cleared for all pools together. No sequence holds any."""
         self._free += self._cached
         self._cached.clear()
         self._page_of.clear()

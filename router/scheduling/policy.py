@@ -6,6 +6,8 @@ from typing import Protocol
 
 from tramontane.proto.step import MicroBatch, StageTiming
 
+ASSUMED_TOKEN_S = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
@@ -53,6 +55,20 @@ class WorkEstimator:
             single = [self.visible_keys(num_positions) for num_positions in single]
         return BatchWork(tokens, keys, len(single), sum(single))
 
+    def work_left(self, sequences: Iterable[tuple[int, int, int]]) -> BatchWork:
+        """Return the work of sequences: how many tokens are submitted, how many known, and how many more are expected.
+
+        3 of 8 tokens submitted, 2 expected, no window: 5 prompt tokens, which see 3 * 5 + 15 keys, and 2 decodes, which see 16.
+        """
+        tokens = keys = decodes = decode_keys = 0
+        for start, known, expected in sequences:
+            length = known - start
+            tokens += length
+            keys += length * self.visible_keys(start) + length * (length + 1) // 2
+            decodes += expected
+            decode_keys += expected * self.visible_keys(known)
+        return BatchWork(tokens, keys, decodes, decode_keys)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
@@ -91,6 +107,9 @@ class Policy(Protocol):
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Learn how long each stage took for a micro-batch of this budget. Called in the order of submission."""
 
+    def seconds(self, work: BatchWork) -> float:
+        """Return about how long the busiest stage takes for this work, beyond what any micro-batch takes."""
+
 
 class FixedInFlightPolicy:
     """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share none with others."""
@@ -110,6 +129,15 @@ class FixedInFlightPolicy:
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Learn nothing."""
+
+    def seconds(self, work: BatchWork) -> float:
+        """See ``Policy``: no times are known, so tokens count alike."""
+        return assumed_seconds(work)
+
+
+def assumed_seconds(work: BatchWork) -> float:
+    """Return what stands for the time of this work where none is known: enough to compare pipelines with each other."""
+    return ASSUMED_TOKEN_S * (work.prefill_tokens + work.decodes)
 
 
 def reserved_for_prefill(state: SchedulerState, max_tokens: int) -> int:

@@ -34,6 +34,11 @@ class BlockHasher:
             self.keys.append(digest())
 
 
+def cache_salt(model: str, tenant: str) -> str:
+    """Return the salt of the keys: what a model computes is not another one's, and tenants do not share."""
+    return f"{model} {tenant}"
+
+
 def first_page_seen(num_positions: int, window: int | None, page_size: int) -> int:
     """Return the index of the page with the oldest position that the token after so many positions sees."""
     return 0 if window is None else max(num_positions - window + 1, 0) // page_size

@@ -1,12 +1,15 @@
 """The running set: which sequences hold a slot and pages, and which is preempted for which; and the load of a pipeline."""
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.router.scheduling.page_allocator import PageAllocator
+from tramontane.router.scheduling.policy import BatchWork, WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
+
+MIN_DECODES = 64  # that are expected of a sequence which has fewer
 
 
 class RunningSet:
@@ -18,7 +21,7 @@ class RunningSet:
     def __init__(self, cache: CachePlan, num_slots: int, reuses_prefixes: bool = False) -> None:
         self.allocator = PageAllocator(cache, reuses_prefixes)
         self.by_id: dict[int, Sequence] = {}
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._num_by_level = [0] * NUM_PRIORITIES
 
     def __len__(self) -> int:
@@ -26,7 +29,7 @@ class RunningSet:
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence a slot and pages, or return False: each one that is running must keep a page to grow into."""
-        if len(self.by_id) >= self._num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
+        if len(self.by_id) >= self.num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
             return False
         sequence.status = SequenceStatus.RUNNING
         self.by_id[sequence.seq_id] = sequence
@@ -59,7 +62,7 @@ class RunningSet:
         num_others = len(self.by_id) - len(less_urgent)
         return (
             bool(less_urgent)
-            and num_others < self._num_slots
+            and num_others < self.num_slots
             and self.allocator.fits_after_freeing(less_urgent, claimant, num_spare=num_others)
         )
 
@@ -76,13 +79,13 @@ class RunningSet:
     def num_admissible(self, arriving: list[Sequence], level: int) -> int:
         """Return how many of these, in order, could begin now if all sequences below this level were preempted."""
         less_urgent = self.lower_priority_than(level)
-        num_slots = self._num_slots - len(self.by_id) + len(less_urgent)
+        num_slots = self.num_slots - len(self.by_id) + len(less_urgent)
         return self.allocator.num_fitting(arriving[:num_slots], less_urgent)
 
     def check_integrity(self) -> None:
         """Assert that pages, slots and counts are right."""
         self.allocator.check_integrity(self.by_id.values())
-        assert len(self.by_id) <= self._num_slots
+        assert len(self.by_id) <= self.num_slots
         for sequence in self.by_id.values():
             assert sequence.num_dispatched <= sequence.num_known
             assert sequence.status is SequenceStatus.RUNNING or sequence.num_in_flight > 0
@@ -92,17 +95,26 @@ class RunningSet:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoad:
-    """The load of one pipeline, by which pipelines are scaled."""
+    """The load of one pipeline, by which pipelines are scaled, and requests distributed."""
 
     share: float  # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait
     tokens: int  # prompts and outputs so far of all running and waiting sequences
+    left: tuple[BatchWork, ...]  # to be computed yet, as far as is known or expected, of what is at least as urgent as a priority
 
 
-def measure_load(sequences: Collection[Sequence], allocator: PageAllocator, num_slots: int) -> PipelineLoad:
-    """Return the load of these running and waiting sequences.
+def measure_load(running: RunningSet, waiting: Iterable[Sequence], estimator: WorkEstimator) -> PipelineLoad:
+    """Return the load of the running and the waiting sequences.
 
     Three sequences that need 4 pages each, of 4 slots and 8 pages: three quarters of the slots, 1.5 times the pages.
     """
+    sequences, allocator = [*running.by_id.values(), *waiting], running.allocator
     needs_by_class = zip(*map(allocator.pages_needed, sequences), strict=True)
     page_shares = [sum(needs) / c.num_pages for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)]
-    return PipelineLoad(max([len(sequences) / num_slots, *page_shares]), sum(s.num_known for s in sequences))
+    spans = [(s.effective_priority, (s.num_dispatched, s.num_known, expected_decodes(s))) for s in sequences]
+    left = tuple(estimator.work_left(span for level, span in spans if level <= each) for each in range(NUM_PRIORITIES))
+    return PipelineLoad(max([len(sequences) / running.num_slots, *page_shares]), sum(s.num_known for s in sequences), left)
+
+
+def expected_decodes(sequence: Sequence) -> int:
+    """Return how many more tokens to expect: as many as there are, at least ``MIN_DECODES``, at most what is allowed."""
+    return min(sequence.max_len - sequence.num_known, max(len(sequence.output_ids), MIN_DECODES))

@@ -159,7 +159,7 @@ class Scheduler:
 
     def measure_load(self) -> PipelineLoad:
         """Return the load of all sequences that were added and have not ended."""
-        return measure_load([*self._running.by_id.values(), *self._waiting], self.allocator, self.limits.max_num_seqs)
+        return measure_load(self._running, self._waiting, self._work_estimator)
 
     def measure_work(self, batch: MicroBatch) -> BatchWork:
         """Return the work of this micro-batch in one stage."""

@@ -78,7 +78,9 @@ results = st.builds(
     StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended
 )
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
-tokens = st.builds(RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs)
+tokens = st.builds(
+    RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs, st.text(max_size=9), ids
+)
 
 
 @settings(derandomize=True, deadline=None)
@@ -119,7 +121,7 @@ def _comparable(delivery: tuple[int, RequestOutput | TramontaneError]) -> tuple[
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
     specs = (
         SequenceRequest(prompt_ids, sampling, priority),
-        SequenceRequest(prompt_ids, sampling, owner=7, already_admitted=True, request_id="mine"),
+        SequenceRequest(prompt_ids, sampling, owner=7, already_admitted=True, request_id="mine", cache_salt="theirs"),
     )
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 

@@ -29,7 +29,17 @@ def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
 
 def pipeline_activity(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> PipelineActivity:
     """Return what ``RouterReplica.activity`` returns."""
-    numbers = {"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "epoch": 5, "recoveries": 1}
+    numbers = {
+        "running": 2,
+        "waiting": 1,
+        "pages_held": 3,
+        "pages": 40,
+        "pages_cached": 9,
+        "prefix_cache_queries": 50,
+        "prefix_cache_hits": 32,
+        "epoch": 5,
+        "recoveries": 1,
+    }
     stages = [StageInfo(label=f"Stage {1 + i}/2 layers {4 * i}-{4 * i + 3}", stage=i) for i in range(2)]
     return PipelineActivity(name=name, stages=stages, **numbers, **(log or log_of()).as_data(2, after))
 

@@ -65,7 +65,7 @@ export class Pipeline {
       ["First token", ...spread(state.first_token_s)],
       ["Between tokens", ...spread(state.inter_token_s)],
       ["Bubble", idle === null ? "–" : percent(Math.max(idle, 0)), "of the last 10 s"],
-      ["Cache", state.pages ? percent(state.pages_held / state.pages) : "–", `${state.pages_held.toLocaleString("en")} of ${count(state.pages, "page")}`],
+      ["Cache", state.pages ? percent(state.pages_held / state.pages) : "–", `${state.pages_held.toLocaleString("en")} of ${count(state.pages, "page")}, ${state.pages_cached.toLocaleString("en")} cached`],
     ];
     const tiles = figures.map(([name, value, more]) =>
       element("div", {}, element("dt", { text: name }), element("dd", {}, value, element("small", { text: more }))),

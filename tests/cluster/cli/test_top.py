@@ -156,7 +156,7 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
         "the last 10 s: ░▒▓ prompts  ▁▂▃▄▅▆▇█ decodes",
         "",
         "app-1",
-        "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 1 recovery",
+        "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 9 cached (64% of tokens hit), 1 recovery",
         "first token p50 50 ms p95 1.25 s, between tokens -",
         "Stage 1/2 layers 0-3  83% ████████··                           ▓▓░ ▓▓░ ▅█▅     ",
         "Stage 2/2 layers 4-7  20% ██········                             ▒▒░ ▒▒░ ▂▅▃   ",

@@ -128,7 +128,7 @@ def test_everything_is_drawn_and_nothing_comes_from_elsewhere(ui: UiHarness) -> 
     expect(page.locator(".stages li").first).to_contain_text("83%")
     assert page.locator(".stages meter").nth(1).evaluate("meter => meter.value") == pytest.approx(0.74)
     reported = page.locator(".figures").inner_text()
-    for figure in ("1,235", "3 waiting", "182 ms", "p95 1.25 s", "none lately", "26%", "96 of 256 pages"):
+    for figure in ("1,235", "3 waiting", "182 ms", "p95 1.25 s", "none lately", "26%", "96 of 256 pages, 130 cached"):
         assert figure in reported
     expect(page.locator("#model")).to_have_text("tiny")
     expect(page.locator("#state")).to_have_text("Live")

@@ -590,6 +590,7 @@ def test_a_prompt_counts_once_and_every_new_token_counts(
     num_prompt = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     num_new = len(script) * n * len(prompts)
     expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    expected |= {"prompt_tokens_details": {"cached_tokens": 0}}
     assert answer["usage"] == expected
 
 
@@ -675,7 +676,8 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(wordless: ServedModel) -> No
     answer = _run(wordless, source, prompt=[1, 2], return_token_ids=True, echo=True)
     ids = {"token_ids": [7, 8, 9], "prompt_token_ids": [1, 2]}
     assert answer["choices"] == [ENDED | {"text": ""} | ids]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    totals = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert answer["usage"] == totals | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Prefix-aware routing: the choice of a request's pipeline by the prefix that its cache has, and by how busy it is.
+
+Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals. A request goes to the pipeline
+that is predicted to be done with it first: the seconds of work that the pipeline has, and of the tokens it would have to compute.
+
+A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has none of them and work for
+1 s: 2.1 s against 2 s, so b gets it. With work for 1.5 s a would be done first, after 1.6 s.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tramontane.proto.request import SequenceRequest
+from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
+from tramontane.router.scheduling.policy import BatchWork
+from tramontane.router.scheduling.prefix_cache import BlockHasher
+from tramontane.router.scheduling.running_set import MIN_DECODES
+from tramontane.router.scheduling.scheduler import Scheduler
+
+MAX_AGE_S = 10.0  # of a digest that is believed
+LATE_S = 0.5  # for so long before it was queried, what was sent to a pipeline may not have arrived when its digest was made
+SAMPLE_TOKENS = 256  # of the prompt whose time per token is reported
+
+Known = tuple[int, int]  # number of a replica's router, and version of its cached keys
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDigest:
+    """What is cached in a pipeline, as changes since a version, and how busy the pipeline is.
+
+    ``busy_s``: seconds of its busiest stage for all work that is at least as urgent as a priority, by priority.
+    ``prefill_s``, ``decode_s``: for one token more.
+    """
+
+    replica: str  # of the router
+    router: int  # its number in this replica; each begins with an empty cache
+    changes: KeyChanges
+    page_size: int
+    busy_s: tuple[float, ...]
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def known(self) -> Known:
+        """What an ingress knows that has this digest."""
+        return self.router, self.changes.version
+
+
+def make_digest(replica: str, router: int, scheduler: Scheduler, known: Known | None) -> PrefixDigest:
+    """Make the digest for an ingress that knows ``known``."""
+    version = known[1] if known is not None and known[0] == router else -1
+    seconds = scheduler.policy.seconds
+    return PrefixDigest(
+        replica,
+        router,
+        scheduler.allocator.cached_keys.since(version),
+        scheduler.allocator.cache.page_size,
+        busy_s=tuple(map(seconds, scheduler.measure_load().left)),
+        prefill_s=seconds(BatchWork(SAMPLE_TOKENS, SAMPLE_TOKENS**2 // 2)) / SAMPLE_TOKENS,
+        decode_s=seconds(BatchWork(0, 0, 1, SAMPLE_TOKENS)),
+    )
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """What an ingress knows of a pipeline. ``sent``: times, and seconds of work, of requests that its digest may lack."""
+
+    digest: PrefixDigest
+    at: float
+    keys: set[bytes] = field(default_factory=set)
+    sent: deque[tuple[float, float]] = field(default_factory=deque)
+    sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
+
+    def update(self, digest: PrefixDigest, asked_at: float) -> None:
+        changes = digest.changes
+        if changes.is_whole:
+            self.keys = set(split_keys(changes.added))
+        else:
+            self.keys.difference_update(split_keys(changes.removed))
+            self.keys.update(split_keys(changes.added))
+        self.digest, self.at = digest, asked_at
+        while self.sent and self.sent[0][0] < asked_at - LATE_S:
+            self.sent.popleft()
+        self.sent_keys = {key: at for key, at in self.sent_keys.items() if at >= asked_at - LATE_S}
+
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """Return how many tokens of a prompt with these keys are cached, or will soon be."""
+        found = (n for n in range(len(keys), 0, -1) if keys[n - 1] in self.keys or keys[n - 1] in self.sent_keys)
+        return next(found, 0) * self.digest.page_size
+
+    def seconds(self, num_prompt: int, num_decodes: int) -> float:
+        return num_prompt * self.digest.prefill_s + num_decodes * self.digest.decode_s
+
+    def busy_s(self, priority: int) -> float:
+        return self.digest.busy_s[priority] + sum(seconds for _, seconds in self.sent)
+
+    def record(self, now: float, seconds: float, keys: Sequence[bytes]) -> None:
+        self.sent.append((now, seconds))
+        self.sent_keys.update(dict.fromkeys(keys, now))
+
+
+class PrefixAwareRouting:
+    """The choice of a pipeline, from the digests of all.
+
+    ``salt_of``: the salt of a tenant's keys. ``clock``: in seconds.
+    """
+
+    def __init__(self, salt_of: Callable[[str], str], clock: Callable[[], float]) -> None:
+        self._salt_of, self._clock = salt_of, clock
+        self._pipelines: dict[str, _Pipeline] = {}  # by replica of the router
+
+    @property
+    def known(self) -> Mapping[str, Known]:
+        """What is known of each replica, for the next query."""
+        return {replica: pipeline.digest.known for replica, pipeline in self._pipelines.items()}
+
+    def update(self, digests: Collection[PrefixDigest], asked_at: float) -> None:
+        """Take what replicas have answered; the others are not chosen until they answer. ``asked_at``: by the clock."""
+        before, self._pipelines = self._pipelines, {}
+        for digest in digests:
+            if digest.replica in before or digest.changes.is_whole:
+                pipeline = before.get(digest.replica) or _Pipeline(digest, asked_at)
+                pipeline.update(digest, asked_at)
+                self._pipelines[digest.replica] = pipeline
+
+    def choose(self, specs: Sequence[SequenceRequest], excluded: Collection[str] = ()) -> str | None:
+        """Return the replica that a request should be sent to, which then counts as sent; None if fewer than two are known.
+
+        The sequences of a request stay together. Of several prompts the prefix of the first one counts.
+        """
+        now = self._clock()
+        found = {name: each for name, each in self._pipelines.items() if name not in excluded and now < each.at + MAX_AGE_S}
+        if len(found) < 2:
+            return None
+        prompts = {id(spec.prompt_ids): len(spec.prompt_ids) for spec in specs}
+        num_prompt = sum(prompts.values())
+        num_decodes = sum(min(spec.sampling.max_tokens, MIN_DECODES) for spec in specs)
+        keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
+        own_s = {name: each.seconds(num_prompt - each.num_cached(keys), num_decodes) for name, each in found.items()}
+        chosen = min(found, key=lambda name: (found[name].busy_s(specs[0].priority) + own_s[name], random.random()))
+        found[chosen].record(now, own_s[chosen], keys)
+        return chosen
+
+    def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
+        """Return the keys of the blocks before the last token, which is computed in any case."""
+        hasher = BlockHasher(self._salt_of(spec.cache_salt))
+        num_blocks = (len(spec.prompt_ids) - 1) // page_size
+        hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)
+        return [key[:KEY_BYTES] for key in hasher.keys]
