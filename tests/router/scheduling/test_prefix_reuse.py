@@ -141,7 +141,8 @@ def test_cached_pages_keep_no_sequence_waiting() -> None:
 )
 def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
     cache = new_cache(16, 4, None, 40)
-    assert reusable_blocks(cache, iter([tuple(map(bool, each)) for each in hits])) == expected
+    pages = [[block if has_page else None for block, has_page in enumerate(own)] for own in zip(*hits, strict=True)]
+    assert reusable_blocks(cache, pages) == expected
     assert [first_page_seen(n, 40, 16) for n in (16, 48, 96)] == [0, 0, 3]
 
 
