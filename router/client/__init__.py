@@ -5,7 +5,17 @@ It needs gRPC and ``tramontane.proto`` only: neither torch nor Ray.
 
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.client.messages import Chunk, ModelInfo, Prompt, RetryPolicy, Score, Timings, TokenLogprob, Usage
+from tramontane.router.client.messages import (
+    Chunk,
+    ModelInfo,
+    Prompt,
+    PromptTokensDetails,
+    RetryPolicy,
+    Score,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 __all__ = [
     "AsyncClient",
@@ -16,6 +26,7 @@ __all__ = [
     "JobState",
     "ModelInfo",
     "Prompt",
+    "PromptTokensDetails",
     "ResultLine",
     "RetryPolicy",
     "Score",

@@ -36,13 +36,20 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokensDetails:
+    """Kinds of the tokens of a prompt. ``cached_tokens``: those that were not computed."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    cached_tokens: int  # of the prompt
+    prompt_tokens_details: PromptTokensDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +259,8 @@ def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(
-        message.prompt_tokens, message.completion_tokens, message.total_tokens, message.prompt_tokens_details.cached_tokens
-    )
+    details = PromptTokensDetails(message.prompt_tokens_details.cached_tokens)
+    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens, details)
 
 
 def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:

@@ -42,27 +42,40 @@ class PrefillQueue:
         urgent = [s for s in self.sequences if s.effective_priority <= self.priority_limit]
         return [s for s in urgent if self._overlaps_chunks or not s.num_in_flight]
 
+    def prepared(self) -> list[Sequence]:
+        """Return the schedulable sequences; the first begins where its cached prefix ends, so that only the rest is cut."""
+        sequences = self.schedulable()
+        if sequences:
+            self._look_up(sequences[0])
+        return sequences
+
+    def _look_up(self, sequence: Sequence) -> None:
+        if not sequence.num_dispatched:
+            self._allocator.reuse_prefix(sequence)
+
     def take_chunks(self, budget: int) -> list[Chunk]:
         """Return chunks of at most ``budget`` tokens together: all of the first sequence, then of the next."""
         chunks = []
         for sequence in list(self.schedulable()):
             if budget <= 0:
                 break
-            given = self._allocator.reuse_prefix(sequence) if not sequence.num_dispatched else None
-            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget), given))
+            self._look_up(sequence)
+            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
             budget -= chunks[-1].num_tokens
             if not sequence.num_pending:
                 self.sequences.remove(sequence)
         return chunks
 
-    def _chunk(self, sequence: Sequence, num_tokens: int, given: tuple[tuple[int, ...], ...] | None) -> Chunk:
-        """Return the next tokens. The first chunk has the pages ``given`` of the prefix before it."""
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        """Return the next tokens. The first chunk has the pages of the prefix before it."""
         start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
-        sequence.num_dispatched = end
+        given = None if sequence.is_started else tuple(map(tuple, sequence.pages))
+        sequence.num_dispatched, sequence.is_started = end, True
         sequence.num_in_flight += 1
         pages = self._allocator.allocate(sequence, start, end)
         if given is None:
             return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), pages, None, end == sequence.num_known)
+        self._allocator.record_start(sequence, start)
         return Chunk(
             seq_id=sequence.seq_id,
             start=start,

@@ -118,15 +118,15 @@ class PageAllocator:
         self._record_written(sequence, start, end)
         return tuple(gained)
 
-    def reuse_prefix(self, sequence: Sequence) -> tuple[tuple[int, ...], ...]:
-        """Give a sequence that has not begun the cached pages of its longest known prefix; return them.
+    def reuse_prefix(self, sequence: Sequence) -> None:
+        """Give a sequence that has not begun the cached pages of its longest known prefix.
 
         ``sequence.num_dispatched`` is then the length of that prefix. At least one known token is left to be computed.
         """
+        assert not sequence.is_started
         assert not sequence.num_dispatched
-        self.num_queried += sequence.num_known
         if not (self._reuses_prefixes and sequence.can_skip_prefix):
-            return self._no_pages
+            return
         found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
         num_blocks = reusable_blocks(self.cache, found)
         num_positions, given = num_blocks * self.cache.page_size, []
@@ -137,11 +137,14 @@ class PageAllocator:
             pool.share(pages)
             given.append(pages)
         sequence.pages = given
-        sequence.num_dispatched = sequence.num_paged_positions = sequence.num_reused = num_positions
+        sequence.num_dispatched = sequence.num_paged_positions = num_positions
         sequence.num_registered = num_blocks
         sequence.written_from = [num_positions - len(pages) * self.cache.page_size for pages in given]
-        self.num_hit += num_positions
-        return tuple(map(tuple, given))
+
+    def record_start(self, sequence: Sequence, num_cached: int) -> None:
+        """Count a sequence that begins after so many cached tokens."""
+        self.num_queried += sequence.num_known
+        self.num_hit += num_cached
 
     def release(self, sequence: Sequence) -> None:
         """Give back all pages and reservations; only when no micro-batch in flight can still touch the pages."""
@@ -151,7 +154,7 @@ class PageAllocator:
             pool.give_back(held)
         self._reserved = self._reserved_without([sequence])
         sequence.pages, sequence.reserved_pages, sequence.written_from = [], [], []
-        sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = sequence.num_reused = 0
+        sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = 0
 
     def forget_contents(self) -> None:
         """Forget what is cached: the stages have lost it. No sequence holds pages."""

@@ -99,7 +99,8 @@ class PipelineLoad:
 
     share: float  # used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait
     tokens: int  # prompts and outputs so far of all running and waiting sequences
-    left: tuple[BatchWork, ...]  # to be computed yet, as far as is known or expected, of what is at least as urgent as a priority
+    # What is to be computed yet, as far as is known or expected, of sequences that are at least as urgent as each priority.
+    left: tuple[BatchWork, ...] = (BatchWork(),) * NUM_PRIORITIES
 
 
 def measure_load(running: RunningSet, waiting: Iterable[Sequence], estimator: WorkEstimator) -> PipelineLoad:

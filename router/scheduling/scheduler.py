@@ -205,7 +205,7 @@ class Scheduler:
         return True
 
     def _state(self) -> SchedulerState:
-        prefills = self._prefills.schedulable()
+        prefills = self._prefills.prepared()
         are_urgent = bool(prefills) and self._running.has_any_below(prefills[0].effective_priority)
         return SchedulerState(
             num_in_flight=len(self._in_flight),
@@ -293,8 +293,8 @@ class Scheduler:
         if sequence.num_in_flight:
             return
         self._running.release(sequence)
-        if sequence.num_dispatched:
+        if sequence.is_started:
             self._freed.append(sequence.seq_id)
         if sequence.status is PREEMPTED:
-            sequence.status, sequence.num_dispatched = WAITING, 0
+            sequence.status, sequence.num_dispatched, sequence.is_started = WAITING, 0, False
             self._waiting.push(sequence)

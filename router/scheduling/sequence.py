@@ -31,7 +31,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
-    num_dispatched: int = 0  # tokens submitted to the pipeline so far
+    num_dispatched: int = 0  # tokens submitted to the pipeline so far, or cached there
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
     is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # per window class, those that it holds, in the order of positions
@@ -40,7 +40,7 @@ class Sequence:
     num_paged_positions: int = 0  # positions up to the end of the last of its pages
     num_reserved_positions: int = 0  # positions for which ``reserved_pages`` suffice
     hasher: BlockHasher = field(init=False)
-    num_reused: int = 0  # tokens of the cached prefix with which it has begun
+    is_started: bool = False  # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached prefix
     num_registered: int = 0  # blocks that are known to the allocator
     written_from: list[int] = field(default_factory=list)  # per window class, the first position from which all are cached
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
