@@ -1,15 +1,18 @@
 """Prefix caching in the scheduler: what sequences read is their own text under their own salt, whatever else happens to pages."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
-from fake_pipeline import FakePipeline, new_cache, new_pipeline
+from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.request import SamplingParams
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
+from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 
 TEXTS = [tuple(random.Random(seed).choices(range(10, 900), k=150)) for seed in range(2)]
@@ -106,26 +109,44 @@ def test_sequences_that_arrive_together_share_what_the_first_computes() -> None:
     assert pipe.num_reused == 4 * 64
 
 
-def test_cached_pages_keep_no_sequence_waiting() -> None:
-    """The same micro-batches with a cache full of other texts as with an empty one."""
-    schedules = []
-    for is_full in (False, True):
-        pipe = new_pipeline(new_cache(8, 2, 24, None), seqs=4, budget=40)
-        if is_full:
-            _run(pipe, *(_sequence(seq_id, tuple(range(500 + seq_id, 500 + seq_id + 200))) for seq_id in range(6)))
-            assert sum(pipe.scheduler.allocator.num_cached) > 0.9 * pipe.scheduler.allocator.num_pages
-        pipe.in_flight.clear()
-        for seq_id in range(100, 112):
-            pipe.scheduler.add(_sequence(seq_id, tuple(range(seq_id, seq_id + 90)), SAMPLINGS[0]))
-        steps = []
-        while pipe.in_flight or pipe.submit():
-            while pipe.submit():
-                pass
-            batch = pipe.in_flight[0]
+def _schedule(pipe: FakePipeline, arrivals: list[tuple[int, int, int]]) -> tuple[list[object], int]:
+    """Return what is in each micro-batch, and how many sequences were preempted, for arrivals after so many micro-batches."""
+    steps: list[object] = []
+    waiting = deque((after, new_sequence(1000 + number, prompt, new)) for number, (after, prompt, new) in enumerate(arrivals))
+    while waiting or pipe.in_flight or not pipe.scheduler.is_idle:
+        while waiting and (waiting[0][0] <= len(steps) or pipe.scheduler.is_idle):
+            pipe.scheduler.add(waiting.popleft()[1])
+        while (batch := pipe.submit()) is not None:
             steps.append(([(c.seq_id, c.start, c.num_tokens) for c in batch.chunks], batch.decodes.seq_ids))
-            pipe.answer()
-        schedules.append((steps, pipe.scheduler.num_preempted))
-    assert schedules[0] == schedules[1]
+        pipe.answer()
+    return steps, pipe.scheduler.num_preempted
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 120), st.integers(1, 60)), max_size=14).map(sorted),
+    windows=st.sampled_from([(24, None), (None,), (24,), (1, 40)]),
+    seqs=st.integers(1, 6),
+    room=st.floats(1, 3),
+    budget=st.integers(1, 100),
+)
+def test_cached_pages_keep_no_sequence_waiting(
+    arrivals: list[tuple[int, int, int]], windows: tuple[int | None, ...], seqs: int, room: float, budget: int
+) -> None:
+    """Prompts with nothing in common have the same micro-batches and preemptions with a full cache and an empty one."""
+    cache = new_cache(8, room, *windows)
+    full, empty = (new_pipeline(cache, seqs=seqs, budget=budget) for _ in range(2))
+    limits = replace(empty.scheduler.limits, reuses_prefixes=False)
+    none = FakePipeline(Scheduler(cache, limits, FixedInFlightPolicy(3, budget)))
+    for seq_id in range(8):  # of another text each
+        _run(full, _sequence(seq_id, tuple(range(500 + seq_id, 500 + seq_id + 200))))
+    full.scheduler.num_preempted = 0
+    allocator = full.scheduler.allocator
+    assert sum(allocator.num_cached) > 0.7 * allocator.num_pages
+    with_full, with_empty, with_none = (_schedule(pipe, arrivals) for pipe in (full, empty, none))
+    assert with_full == with_empty
+    if not with_none[1]:  # else sequences find their own pages again
+        assert with_empty == with_none
 
 
 @pytest.mark.parametrize(
