@@ -65,12 +65,12 @@ def make_digest(replica: str, router: int, scheduler: Scheduler, known: Known | 
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What an ingress knows of a pipeline. ``sent``: times, and seconds of work, of requests that its digest may lack."""
+    """What an ingress knows of a pipeline. ``sent``: time, priority and seconds of work of requests that its digest may lack."""
 
     digest: PrefixDigest
     at: float
     keys: set[bytes] = field(default_factory=set)
-    sent: deque[tuple[float, float]] = field(default_factory=deque)
+    sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
@@ -94,10 +94,10 @@ class _Pipeline:
         return num_prompt * self.digest.prefill_s + num_decodes * self.digest.decode_s
 
     def busy_s(self, priority: int) -> float:
-        return self.digest.busy_s[priority] + sum(seconds for _, seconds in self.sent)
+        return self.digest.busy_s[priority] + sum(seconds for _, level, seconds in self.sent if level <= priority)
 
-    def record(self, now: float, seconds: float, keys: Sequence[bytes]) -> None:
-        self.sent.append((now, seconds))
+    def record(self, now: float, priority: int, seconds: float, keys: Sequence[bytes]) -> None:
+        self.sent.append((now, priority, seconds))
         self.sent_keys.update(dict.fromkeys(keys, now))
 
 
@@ -140,7 +140,7 @@ class PrefixAwareRouting:
         keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
         own_s = {name: each.seconds(num_prompt - each.num_cached(keys), num_decodes) for name, each in found.items()}
         chosen = min(found, key=lambda name: (found[name].busy_s(specs[0].priority) + own_s[name], random.random()))
-        found[chosen].record(now, own_s[chosen], keys)
+        found[chosen].record(now, specs[0].priority, own_s[chosen], keys)
         return chosen
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:

@@ -6,7 +6,7 @@ import pytest
 
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.balanced_policy import MIN_CHUNK, BalancedPolicy, PromptSpread
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, SchedulerState
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState
 
 
 def _experienced(policy: BalancedPolicy, num_stages: int) -> BalancedPolicy:
@@ -98,3 +98,26 @@ def test_prompts_that_go_on_arriving_are_spread_over_as_many_pieces_as_they_woul
         spread.record(pending, sizes[-1])
         pending -= sizes[-1]
     assert set(sizes[-50:]) == {10}
+
+
+@pytest.mark.parametrize("policy", [FixedInFlightPolicy(2, 64), BalancedPolicy(2, 512)])
+def test_without_times_a_token_is_a_millisecond_of_any_kind(policy: FixedInFlightPolicy | BalancedPolicy) -> None:
+    assert policy.seconds(BatchWork()) == 0
+    assert policy.seconds(BatchWork(300, 45_000, 20, 5000)) == pytest.approx(0.32)
+    assert policy.seconds(BatchWork(20, 200, 300, 90_000)) == pytest.approx(0.32)
+
+
+def test_the_seconds_of_work_are_those_of_the_busiest_stage_beyond_what_any_micro_batch_takes() -> None:
+    """Once times are known. Of two stages the second takes three times as long: 1 ms, and 0.3 ms per token."""
+    policy, now = BalancedPolicy(2, 512), 0.0
+    for number in range(64):
+        work = BatchWork(prefill_tokens=16 * (number % 3), decodes=8 + number % 5, decode_keys=800)
+        busy_s = 1e-4 * (work.prefill_tokens + work.decodes)
+        policy.observe(
+            BatchBudget(8, 0), work, [StageTiming(0, now, 1e-3 + busy_s, 8), StageTiming(1, now, 1e-3 + 3 * busy_s, 8)]
+        )
+        now += 1e-3 + 3 * busy_s
+    assert policy.seconds(BatchWork()) == 0
+    assert policy.seconds(BatchWork(100, 0, 0, 0)) == pytest.approx(0.03, rel=0.02)
+    assert policy.seconds(BatchWork(0, 0, 50, 0)) == pytest.approx(0.015, rel=0.02)
+    assert policy.seconds(BatchWork(100, 0, 50, 0)) == pytest.approx(0.045, rel=0.02)
