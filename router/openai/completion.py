@@ -185,7 +185,8 @@ class Completion:
         prompt = sum(map(len, self._prompt_ids))
         completion = sum(choice.num_tokens for choice in self._choices) if has_tokens else 0
         thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
-        return Usage.of(prompt, completion, self._num_cached, sum(thoughts) * has_tokens if thoughts else None)
+        cached = min(self._num_cached, prompt)  # a router that continues one of several choices may find their prompt again
+        return Usage.of(prompt, completion, cached, sum(thoughts) * has_tokens if thoughts else None)
 
     @property
     def timings(self) -> Timings:

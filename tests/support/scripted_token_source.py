@@ -40,6 +40,7 @@ class ScriptedSource:
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.fingerprint = ""  # of the pipeline
+        self.num_cached = 0  # tokens of the prompt
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
         self.requested: list[Sequence[SequenceRequest]] = []
 
@@ -57,8 +58,8 @@ class ScriptedSource:
             running = [index for index, end in enumerate(ends) if step < end]
             events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
             logprobs = [self._logprobs(specs[index], index, step) for index in running]
-            fingerprint = "" if step else self.fingerprint
-            yield RequestOutput(events, TIMES, (), tuple(each for each in logprobs if each is not None), fingerprint)
+            fingerprint, num_cached = ("", 0) if step else (self.fingerprint, self.num_cached)
+            yield RequestOutput(events, TIMES, (), tuple(each for each in logprobs if each is not None), fingerprint, num_cached)
 
     def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
         finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP

@@ -1,11 +1,13 @@
-"""Values that wait for the next token of their sequence: in order of positions, each once, and without a gap."""
+"""What waits for the next token of its sequence: values in order of positions, each once and without a gap; cached tokens."""
 
 import re
 
 import pytest
 
-from tramontane.proto.request import ExpertChoices, Logprobs, TokenEvent
-from tramontane.router.engine.active_request import PositionBuffer
+from tramontane.proto.errors import TramontaneError
+from tramontane.proto.request import ExpertChoices, Logprobs, RequestOutput, SamplingParams, TokenEvent
+from tramontane.router.engine.active_request import ActiveRequest, PositionBuffer
+from tramontane.router.scheduling.sequence import Sequence
 
 GAP = re.escape("positions are missing")
 
@@ -45,3 +47,69 @@ def test_every_layer_has_positions_of_its_own() -> None:
         held.add(_experts(2, 4, 9), 2)
     held.add(_experts(2, 2, 4), 2)
     assert held.take([TokenEvent(0, 1)]) == (_experts(2, 0, 3), _experts(5, 6, 9), _experts(2, 3, 4))
+
+
+class Delivered:
+    """A request, its sequences being numbered from 10 on, and how many cached tokens each of its outputs has."""
+
+    def __init__(self, *sequences: tuple[tuple[int, ...], list[int]]) -> None:
+        self.num_cached: list[int] = []
+        live = [
+            Sequence(10 + index, prompt, SamplingParams(), 99, output_ids=output)
+            for index, (prompt, output) in enumerate(sequences)
+        ]
+        self.request = ActiveRequest(live, self._sink, 0.0)
+
+    def _sink(self, output: RequestOutput | TramontaneError) -> None:
+        assert isinstance(output, RequestOutput)
+        self.num_cached.append(output.num_cached)
+
+    def start(self, *starts: tuple[int, int]) -> None:
+        for seq_id, num_cached in starts:
+            self.request.record_start(seq_id, num_cached, 1.0)
+
+    def deliver(self, *seq_ids: int) -> None:
+        self.request.deliver([TokenEvent(seq_id, 7) for seq_id in seq_ids], 2.0)
+
+
+PROMPT, OTHER = tuple(range(70)), tuple(range(80))
+
+
+def test_cached_tokens_come_with_the_first_token_of_their_sequence() -> None:
+    made = Delivered((PROMPT, []), (OTHER, []))
+    made.start((10, 16), (11, 32))
+    for seq_ids in ((11,), (11,), (10, 11), (10, 11)):
+        made.deliver(*seq_ids)
+    assert made.num_cached == [32, 0, 16, 0]
+    both = Delivered((PROMPT, []), (OTHER, []))
+    both.start((10, 16), (11, 32))
+    both.deliver(10, 11)
+    assert both.num_cached == [48]
+
+
+def test_a_prompt_of_several_choices_counts_once_as_its_first_one_finds_it() -> None:
+    """The others find what the first one has computed."""
+    for order in ((10, 11, 12), (12, 11, 10)):
+        made = Delivered(*[(PROMPT, [])] * 3)
+        made.start(*((seq_id, 16 if seq_id == 10 else 64) for seq_id in order))
+        made.deliver(10, 11, 12)
+        assert made.num_cached == [16]
+
+
+def test_what_another_router_has_begun_is_not_counted_again() -> None:
+    made = Delivered((PROMPT, [7, 7]), (PROMPT, []), (OTHER, []))
+    made.start((10, 64), (11, 64), (12, 16))
+    made.deliver(10)
+    made.deliver(11, 12)
+    assert made.num_cached == [0, 16]
+
+
+@pytest.mark.parametrize("first", [0, 16])
+def test_a_sequence_that_is_computed_again_counts_what_it_found_first(first: int) -> None:
+    """Before its first token, or after it."""
+    made = Delivered((PROMPT, []))
+    made.start((10, first), (10, 64))
+    made.deliver(10)
+    made.start((10, 64))
+    made.deliver(10)
+    assert made.num_cached == [first, 0]

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,11 +24,11 @@ ONE_TOKEN = SamplingParams(max_tokens=1)
 class Fleet:
     """Pipelines by the names of their replicas, and an ingress. A token takes a pipeline a millisecond: no times are known."""
 
-    def __init__(self, *names: str, salt_of: Callable[[str], str] = partial(cache_salt, MODEL)) -> None:
+    def __init__(self, *names: str, model: str = MODEL) -> None:
         self.pipes = {name: _pipeline() for name in names}
         self.routers = dict.fromkeys(names, 0)
         self.now = 1000.0
-        self.routing = PrefixAwareRouting(salt_of, lambda: self.now)
+        self.routing = PrefixAwareRouting(partial(cache_salt, model), lambda: self.now)
         self._next_id = 0
 
     def digest(self, name: str) -> PrefixDigest:
@@ -245,9 +244,9 @@ def test_a_tenants_text_is_found_for_this_tenant_only() -> None:
         assert _again(fleet).choose(TEXT, cache_salt=other) == "b"
 
 
-@pytest.mark.parametrize(("salt", "expected"), [(MODEL, "a"), ("", "b"), ("other weights", "b")])
-def test_what_another_model_has_computed_is_not_found(salt: str, expected: str) -> None:
-    fleet = Fleet("a", "b", salt_of=partial(cache_salt, salt))
+@pytest.mark.parametrize(("model", "expected"), [(MODEL, "a"), ("", "b"), ("other weights", "b")])
+def test_what_another_model_has_computed_is_not_found(model: str, expected: str) -> None:
+    fleet = Fleet("a", "b", model=model)
     fleet.cache("a", TEXT)
     fleet.busy("a", 2)
     fleet.query()

@@ -56,8 +56,15 @@ class ScriptedSource:
     ``_logprob`` and ``_top``.
     """
 
-    def __init__(self, scripts: Sequence[Sequence[int]], sizes: Sequence[int] = (1,), error: PipelineError | None = None) -> None:
+    def __init__(
+        self,
+        scripts: Sequence[Sequence[int]],
+        sizes: Sequence[int] = (1,),
+        error: PipelineError | None = None,
+        num_cached: Sequence[int] = (),
+    ) -> None:
         self._scripts, self._sizes, self._error = scripts, sizes, error
+        self._num_cached = iter(num_cached)  # tokens of prompts, of the first batches
         self.specs: list[SequenceRequest] = []
         self.num_open = 0
         self.num_batches = 0
@@ -76,7 +83,8 @@ class ScriptedSource:
                 self.num_batches += 1
                 times = RequestTimings(1.0, 2.0, float(self.num_batches))
                 scores = tuple(score for event in events[:size] for score in self._scores(event))
-                yield RequestOutput(tuple(events[:size]), times, tuple(self._experts(events[:size])), scores)
+                extras = tuple(self._experts(events[:size])), scores
+                yield RequestOutput(tuple(events[:size]), times, *extras, num_cached=next(self._num_cached, 0))
                 events = events[size:]
             if self._error is not None:
                 raise self._error
@@ -592,6 +600,23 @@ def test_a_prompt_counts_once_and_every_new_token_counts(
     expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     expected |= {"prompt_tokens_details": {"cached_tokens": 0}}
     assert answer["usage"] == expected
+
+
+@pytest.mark.parametrize(("num_cached", "expected"), [((2,), [2, 2, 2]), ((0, 1, 3), [0, 1, 4]), ((4, 0, 4), [4, 4, 6])])
+def test_cached_tokens_add_up_to_the_prompts_at_most(
+    model: ServedModel, script: tuple[int, ...], num_cached: tuple[int, ...], expected: list[int]
+) -> None:
+    """A router that continues one of two choices may find their prompt again."""
+
+    async def scenario() -> None:
+        completion = await _prepared(model, prompt=list(range(300, 306)), n=2)
+        source = ScriptedSource([script] * 2, num_cached=num_cached)
+        found = [completion.usage.prompt_tokens_details.cached_tokens async for _ in completion.stream(source)]
+        assert found[:3] == expected
+        assert set(found[3:]) == {expected[-1]}
+        assert completion.usage.prompt_tokens == 6
+
+    asyncio.run(scenario())
 
 
 def test_tokens_after_a_stop_string_do_not_count(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:

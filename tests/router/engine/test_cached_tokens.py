@@ -1,0 +1,154 @@
+"""How many tokens of a prompt were cached, from the router to an ingress: in one output, once, whatever is lost or merged."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from scripted_chain import PAGE_SIZE, StatefulChain, no_gate
+
+from tramontane.proto import wire
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import (
+    FinishReason,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SequenceRequest,
+    TokenEvent,
+)
+from tramontane.router.engine.request_output import OutputQueue, ResumableRequest, split_output
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+TIMES = RequestTimings(0.5, 0.25, 0.125)
+PROMPT = tuple(range(100, 170))  # four pages and six tokens
+CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),))
+
+
+def _output(*seq_ids: int, num_cached: int = 0, finish: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(tuple(TokenEvent(seq_id, 7, finish) for seq_id in seq_ids), TIMES, num_cached=num_cached)
+
+
+def test_outputs_that_are_merged_have_the_sum() -> None:
+    async def scenario() -> None:
+        queue = OutputQueue()
+        for output in (_output(0, num_cached=16), _output(1), _output(2, num_cached=48)):
+            queue.put(output)
+        assert (await queue.get()).num_cached == 64
+        queue.put(_output(0))
+        assert (await queue.get()).num_cached == 0, "what was read is not read again"
+
+    asyncio.run(scenario())
+
+
+def test_an_output_in_parts_has_its_cached_tokens_once() -> None:
+    logprobs = Logprobs(0, 1, (-1.0,) * 40, ((),) * 40)
+    whole = _output(0, num_cached=48)._replace(logprobs=(logprobs,))
+
+    async def scenario() -> RequestOutput:
+        queue, parts = OutputQueue(), list(split_output(whole, 8))
+        assert len(parts) == 5
+        for _, part in wire.decode_outputs(wire.encode_outputs([(0, part) for part in parts])):
+            queue.put(part)
+        return await queue.get()
+
+    assert asyncio.run(scenario()).num_cached == 48
+
+
+@pytest.mark.parametrize("output", [_output(0), _output(0, num_cached=1), _output(0, 1, num_cached=2**20)])
+def test_outputs_keep_them_over_the_wire(output: RequestOutput) -> None:
+    """Also those of one token, which have a short form."""
+    assert wire.decode_outputs(wire.encode_outputs([(5, output), (6, output)])) == [(5, output), (6, output)]
+
+
+def test_a_request_that_continues_elsewhere_keeps_them() -> None:
+    progress = ResumableRequest([SequenceRequest(PROMPT, SamplingParams())] * 3)
+    assert progress.record(_output(1, num_cached=64, finish=FinishReason.STOP)).num_cached == 64
+    assert len(progress.remaining_specs()) == 2
+    continued = progress.record(_output(1, num_cached=16))
+    assert (continued.events[0].seq_id, continued.num_cached) == (2, 16)
+
+
+@asynccontextmanager
+async def _running(chain: StatefulChain, model: str = "", **limits: bool) -> AsyncIterator[Router]:
+    settings = SchedulerLimits(8, 64, 256, 1000, reuses_prefixes=True, model=model, **limits)
+    router = Router(Scheduler(CACHE, settings, FixedInFlightPolicy(2, 64)), chain)
+    task = asyncio.create_task(router.run())
+    yield router
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _num_cached(router: Router, specs: Sequence[SequenceRequest]) -> list[int]:
+    return [batch.num_cached async for batch in router.generate(specs)]
+
+
+def _spec(prompt: tuple[int, ...], tenant: str = "", output: tuple[int, ...] = ()) -> SequenceRequest:
+    return SequenceRequest(prompt, SamplingParams(max_tokens=4), output_ids=output, cache_salt=tenant)
+
+
+def test_a_router_reports_what_a_request_finds() -> None:
+    async def scenario() -> None:
+        async with _running(StatefulChain(no_gate)) as router:
+            assert sum(await _num_cached(router, [_spec(PROMPT)] * 2)) == 0, "one choice finds the other's"
+            assert router.scheduler.allocator.num_hit == 64
+            assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
+            assert sum(await _num_cached(router, [_spec(PROMPT)] * 3)) == 64
+            assert sum(await _num_cached(router, [_spec(PROMPT), _spec((*PROMPT[:40], 1))])) == 64 + 32
+            assert sum(await _num_cached(router, [_spec(PROMPT, output=(7, 7))])) == 0, "another router has counted it"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_tenants_find_each_others_text_where_they_share_it(shares: bool) -> None:
+    async def scenario() -> None:
+        async with _running(StatefulChain(no_gate), shares_prefixes=shares) as router:
+            await _num_cached(router, [_spec(PROMPT, "mine")])
+            for tenant, expected in (("mine", 64), ("theirs", 64 * shares), ("", 64 * shares)):
+                assert sum(await _num_cached(router, [_spec(PROMPT, tenant)])) == expected
+
+    asyncio.run(scenario())
+
+
+def test_the_model_is_a_part_of_every_key() -> None:
+    """Also where tenants share: an ingress of other weights must not take this router's pages for its own."""
+    salts = [
+        SchedulerLimits(8, 64, 256, 1000, shares_prefixes=shares, model=model).cache_salt(tenant)
+        for model, shares, tenant in (
+            ("m1", False, "t"),
+            ("m2", False, "t"),
+            ("m1", True, "t"),
+            ("m2", True, "t"),
+            ("m1", False, "u"),
+        )
+    ]
+    assert len(set(salts)) == 5
+    assert SchedulerLimits(8, 64, 256, 1000, shares_prefixes=True, model="m1").cache_salt("u") == salts[2]
+
+
+def test_a_failure_does_not_count_twice_what_was_cached() -> None:
+    """The pipeline fails before the first token: all is computed again, and the first start counts."""
+
+    async def scenario() -> None:
+        chain = StatefulChain(no_gate)
+        async with _running(chain) as router:
+            await _num_cached(router, [_spec(PROMPT)])
+            failures = iter([PipelineError("stage 1 died")])
+
+            async def fail_once(_batch: object) -> None:
+                for failure in failures:
+                    raise failure
+
+            chain.gate = fail_once
+            assert await _num_cached(router, [_spec(PROMPT)]) == [64, 0, 0, 0]
+            assert chain.num_failed == 1
+            assert router.scheduler.allocator.num_hit == 64, "after the failure there was nothing to find"
+
+    asyncio.run(scenario())
