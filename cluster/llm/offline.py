@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,7 +60,7 @@ class GenerationOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = field(default=0, compare=False)  # the same output may have been computed or found
 
 
 class LLM:

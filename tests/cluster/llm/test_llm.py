@@ -58,6 +58,20 @@ def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_a_prompt_that_came_before_is_cached_but_for_its_last_page(llm: LLM) -> None:
+    """In whole pages of 16 tokens, of which the last token is computed anyway."""
+    prompt = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds"
+    first, again = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    num_prompt = len(first.prompt_token_ids)
+    assert num_prompt > 2 * 16
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (num_prompt - 1) // 16 * 16)
+    assert again == first, "how much of it was computed is no part of an output"
+    [longer] = llm.generate([*first.prompt_token_ids[:20], 5], replace(GREEDY, n=3))
+    assert longer.num_cached_tokens == 16, "of several completions that of the first one"
+    [scored] = llm.generate(prompt, replace(GREEDY, prompt_logprobs=0))
+    assert scored.num_cached_tokens == 0
+
+
 def test_several_completions_of_a_prompt_differ_and_are_the_same_again(llm: LLM) -> None:
     sampling = SamplingParams(n=4, max_tokens=8, temperature=1.0, seed=3)
     [output] = llm.generate("ROMEO:", sampling)

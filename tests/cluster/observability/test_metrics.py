@@ -152,8 +152,8 @@ def chain() -> Iterator[LocalStageChain]:
 
 
 @asynccontextmanager
-async def _running(chain: LocalStageChain) -> AsyncIterator[Router]:
-    limits = SchedulerLimits(8, 32, 64, ARGS.vocab_size)
+async def _running(chain: LocalStageChain, *, reuses_prefixes: bool = False) -> AsyncIterator[Router]:
+    limits = SchedulerLimits(8, 32, 64, ARGS.vocab_size, reuses_prefixes=reuses_prefixes)
     router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), chain)
     running = asyncio.create_task(router.run())
     while not router.is_ready:
@@ -205,6 +205,39 @@ def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(cha
     assert stand_ins.gauges["kv_cache_pages"].values == {window: PLAN.cache.classes[0].num_pages}
     assert stand_ins.gauges["kv_cache_pages_in_use"].values == {window: 0.0}
     assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in PIPELINE_METRICS}
+
+
+def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
+    """Also of the router that follows; a prompt of 20 tokens has a page of 16 and four tokens, of which one is sampled from."""
+    stand_ins, page_size = StandIns(), PLAN.cache.page_size
+    metrics = PipelineMetrics(stand_ins, "app-0")
+    counted, cached = stand_ins.counted, lambda: sum(stand_ins.gauges["kv_cache_pages_cached"].values.values())
+
+    async def drive() -> None:
+        async with _running(chain, reuses_prefixes=True) as first:
+            metrics.export(first)
+            assert cached() == 0
+            await _generate(first, 20, 4)
+            await _generate(first, 20, 4)
+            metrics.export(first)
+            assert cached() == 23 // page_size, "the last token is not in the cache"
+            assert (counted("prefix_cache_queries"), counted("prefix_cache_hits")) == (
+                {"": 40},
+                {"": 19 // page_size * page_size},
+            )
+            [(window, in_use)] = stand_ins.gauges["kv_cache_pages_in_use"].values.items()
+            assert (in_use, list(stand_ins.gauges["kv_cache_pages_cached"].values)) == (0.0, [window]), (
+                "idle pages are not in use"
+            )
+        async with _running(chain, reuses_prefixes=True) as second:
+            await _generate(second, 20, 4)
+            metrics.export(second)
+            assert (counted("prefix_cache_queries"), counted("prefix_cache_hits")) == (
+                {"": 60},
+                {"": 19 // page_size * page_size},
+            )
+
+    asyncio.run(drive())
 
 
 def test_the_counts_of_an_ingress_are_reported_once() -> None:

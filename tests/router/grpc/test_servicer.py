@@ -40,7 +40,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.inference_pb2_grpc import InferenceStub
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import FinishReason
+from tramontane.proto.request import FinishReason, Identity
 from tramontane.proto.step import MicroBatch
 from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
@@ -101,7 +101,7 @@ async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
 
 @asynccontextmanager
 async def _harness(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[Harness]:  # noqa: ANN401
-    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
+    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs, reuses_prefixes=True)
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     running = asyncio.create_task(router.run())
     jobs = FakeJobService()
@@ -167,6 +167,39 @@ def test_generate_streams_what_a_completion_is() -> None:
             by_ids = [piece async for piece in harness.client.generate([5, 6], max_tokens=3)]
             assert by_ids[-1].usage is not None
             assert by_ids[-1].usage.prompt_tokens == 2
+
+    asyncio.run(scenario())
+
+
+class TwoKeys:
+    """Each key is a tenant."""
+
+    def authenticate(self, authorization: str | None) -> Identity | None:
+        key = (authorization or "").removeprefix("Bearer ")
+        return Identity(len(key), key) if key in ("mine", "theirs") else None
+
+
+def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
+    """Of two pages and eight tokens. With the client, in the message, and as a completion has them."""
+    prompt = list(range(40))
+
+    async def num_cached(client: AsyncClient) -> int:
+        [*_, last] = [piece async for piece in client.generate(prompt, max_tokens=3)]
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.total_tokens) == (40, 43)
+        return last.usage.cached_tokens
+
+    async def scenario() -> None:
+        async with _harness(keys=TwoKeys(), key="mine") as harness, AsyncClient(harness.target, "theirs") as theirs:
+            assert [await num_cached(harness.client) for _ in range(2)] == [0, 32]
+            assert [await num_cached(theirs) for _ in range(2)] == [0, 32], "nothing of another key's"
+            async with grpc.aio.insecure_channel(harness.target) as channel:
+                generating = InferenceStub(channel).Generate(
+                    pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), max_tokens=3),
+                    metadata=[("authorization", "Bearer mine")],
+                )
+                responses = [response async for response in generating]
+            assert responses[-1].usage.prompt_tokens_details.cached_tokens == 32
 
     asyncio.run(scenario())
 
