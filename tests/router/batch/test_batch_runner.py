@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.claims import LEASE_S, Claim, Outcome
+from tramontane.router.batch.claims import LEASE_S, Claim, Outcome, PendingLine
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.input_lines import LineSplitter, ParsedLine
+from tramontane.router.batch.input_lines import COMPARED_CHARACTERS, LineSplitter, ParsedLine, by_prefix
 from tramontane.router.batch.outcomes import OutcomeWriter
-from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, THREADS, BatchRunner
+from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, PAGE_SIZE, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
 from tramontane.router.batch.tables import KEYLESS, jobs
@@ -520,6 +521,88 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(harness: BatchHarnes
         assert runner._slots.num_free == 3
 
     asyncio.run(scenario())
+
+
+TEXTS = {name: name * 2 * COMPARED_CHARACTERS for name in "abc"}
+
+
+def _lines(*bodies: object) -> list[PendingLine]:
+    texts = (json.dumps({"custom_id": f"r{place}", "body": body}) for place, body in enumerate(bodies))
+    return [PendingLine(place, text) for place, text in enumerate(texts)]
+
+
+def _places(lines: Sequence[PendingLine]) -> list[int]:
+    return [line.place for line in by_prefix(lines)]
+
+
+def test_lines_that_begin_alike_come_together_in_the_order_of_the_first() -> None:
+    prompts = [{"prompt": TEXTS[name] + str(number)} for number, name in enumerate("abacb")]
+    assert _places(_lines(*prompts)) == [0, 2, 1, 4, 3]
+    chats = [
+        {"model": f"m{number}", "messages": [{"role": "system", "content": prompt["prompt"]}]}
+        for number, prompt in enumerate(prompts)
+    ]
+    assert _places(_lines(*chats)) == [0, 2, 1, 4, 3], "whatever comes before the messages"
+    short = [{"prompt": TEXTS[name][:30] + str(number)} for number, name in enumerate("abacb")]
+    assert _places(_lines(*short)) == [0, 1, 2, 3, 4], "they have too little in common"
+    assert _places(_lines({}, {"prompt": "x"}, {})) == [0, 1, 2]
+    assert by_prefix(_lines()) == []
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(0, 3))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_line_is_there_once_whatever_they_have_in_common(names: list[str], num_others: int) -> None:
+    bodies = [{"prompt": TEXTS[name]} for name in names] + [{"prompt": number} for number in range(num_others)]
+    places = _places(_lines(*bodies))
+    assert sorted(places) == list(range(len(bodies)))
+    of = [(*names, *range(num_others))[place] for place in places]
+    assert sum(one != other for one, other in pairwise(of)) == max(len(set(of)) - 1, 0), "each group is together"
+    assert all(one < other for one, other in pairwise(places) if bodies[one] == bodies[other]), "and in its own order"
+
+
+def test_lines_of_a_job_are_started_after_those_that_begin_alike(harness: BatchHarness) -> None:
+    """Within the lines that a runner has in memory. Results keep the order of the input."""
+    begun: list[str] = []
+
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        begun.append(body["prompt"])
+        return {}
+
+    async def order(prompts: Sequence[str]) -> list[str]:
+        begun.clear()
+        service = harness.service()
+        text = b"".join(request(f"r{number}", prompt) for number, prompt in enumerate(prompts))
+        job = await service.submit(pieces(text), JobOptions())
+        async with harness.running(harness.runner(answer, concurrency=1)):
+            results = await all_results(service, job.job_id)
+        assert [line.custom_id for line in results] == [f"r{number}" for number in range(len(prompts))]
+        return list(begun)
+
+    alike = [TEXTS["abc"[number % 3]] + str(number) for number in range(PAGE_SIZE + 9)]
+    pages = alike[:PAGE_SIZE], alike[PAGE_SIZE:]
+    assert asyncio.run(order(alike)) == [prompt for page in pages for first in range(3) for prompt in page[first::3]]
+    different = [f"{number} {TEXTS['a']}" for number in range(40)]
+    assert asyncio.run(order(different)) == different
+
+
+def test_an_answer_is_for_the_tenant_of_the_job(harness: BatchHarness) -> None:
+    """Its pages are shared with this tenant's requests only."""
+    tenants: list[str] = []
+
+    async def answer(_endpoint: str, _body: dict[str, Any], tenant: str) -> dict[str, Any]:
+        tenants.append(tenant)
+        return {}
+
+    async def scenario() -> None:
+        service = harness.service()
+        own = service.for_tenant("own")
+        made = [(each, await each.submit(pieces(GOOD), JobOptions())) for each in (service, own)]
+        async with harness.running(harness.runner(answer, concurrency=1)):
+            for each, job in made:
+                await all_results(each, job.job_id)
+
+    asyncio.run(scenario())
+    assert sorted(tenants) == sorted([KEYLESS, "own"])
 
 
 def test_a_job_that_is_lost_gives_its_slots_back(harness: BatchHarness) -> None:
