@@ -22,13 +22,14 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.activity_log import PipelineActivity
+from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting, PrefixDigest, make_digest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4)
+LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4, reuses_prefixes=True)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
@@ -102,6 +103,11 @@ class Replica:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
         return (pipeline_activity(self.pipeline, after=after.get(self.pipeline)) if self.pipeline else None), self.name
+
+    async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
+        return make_digest(self.name, 0, self.router.scheduler, known.get(self.name)), self.name
 
 
 class Response:
@@ -209,10 +215,12 @@ async def _answer(replica: Replica, method: str, *args: Any) -> Any:  # noqa: AN
 
 
 @asynccontextmanager
-async def harness(replicas: list[Replica], running: str) -> AsyncIterator[RouterClient]:
+async def harness(
+    replicas: list[Replica], running: str, routing: PrefixAwareRouting | None = None
+) -> AsyncIterator[RouterClient]:
     """The routers named in ``running`` are driven; the others are as after a failure."""
     handle: Any = Handle(replicas)
-    routers = RouterClient(handle, max_unaccepted=100)
+    routers = RouterClient(handle, max_unaccepted=100, routing=routing)
     async with driven([each for each in replicas if each.name in running]):
         await asyncio.sleep(0.01)
         try:

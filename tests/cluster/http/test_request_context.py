@@ -154,6 +154,28 @@ def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
     assert asyncio.run(scenario("a")) == [0], "a single key has the whole queue"
 
 
+def test_requests_with_another_key_have_another_salt() -> None:
+    """So that they share no cached pages; without keys all do, and a client cannot choose one."""
+
+    async def salts(*keys: str) -> list[str]:
+        source = ScriptedSource()
+        app = http_app_for(source, keys=ApiKeys(map(SecretStr, keys))) if keys else http_app_for(source)
+        async with client_for(app.app()) as client:
+            for key in (*keys, *keys) or ("", ""):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
+                    assert (await client.post(path, json=body, headers=headers)).status_code == 200
+        found = [spec.cache_salt for specs in source.requested for spec in specs]
+        assert found[::2] == found[1::2], "of either endpoint"
+        return found[::2]
+
+    first, second, *again = asyncio.run(salts("a", "b"))
+    assert first != second
+    assert again == [first, second]
+    assert "" not in again
+    assert asyncio.run(salts()) == ["", ""]
+
+
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
 def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dict[str, Any]) -> None:
     class NeverCalled(type(TOKENIZER)):  # type: ignore[misc]

@@ -8,7 +8,7 @@ import pytest
 from scripted_token_source import SAID, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster.serving.batch_replica import HANDLERS, LineExecutor
+from tramontane.cluster.serving.batch_replica import HANDLERS, LineExecutor, LowPriorityTokenSource
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.proto.jobs import Endpoint
 from tramontane.router.openai.served_model import ServedModel
@@ -55,3 +55,11 @@ def test_a_line_is_no_stream_and_names_no_other_model(path: Endpoint) -> None:
     for more, error in (({"stream": True}, ParameterError), ({"model": "other"}, UnknownModelError)):
         with pytest.raises(error):
             asyncio.run(HANDLERS[path](executor, json.dumps(BODIES[path] | more).encode()))
+
+
+def test_a_line_waits_for_others_and_shares_pages_with_its_own_tenant() -> None:
+    source = ScriptedSource(SAYS)
+    executor = LineExecutor(MODEL, CHAT_FORMAT, LowPriorityTokenSource(source, "own"))
+    for path, body in BODIES.items():
+        asyncio.run(HANDLERS[path](executor, json.dumps(body).encode()))
+    assert {(spec.cache_salt, spec.priority > 0) for specs in source.requested for spec in specs} == {("own", True)}

@@ -1,7 +1,9 @@
 """An ingress and several routers, without Ray: which is tried when a router cannot take a request."""
 
 import asyncio
+import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,14 +11,19 @@ from past_activity import pipeline_activity
 from ray.serve.config import RequestRouterConfig
 from simulated_routers import Handle, Replica, driven, fill, harness, pending, policy, replicas_named, request_tokens, stuck
 
+from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.router_queries import prefix_aware_routing as prefix_aware_routing_of
 from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
 from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
+from tramontane.router.engine import prefix_aware_routing
+from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
+from tramontane.router.scheduling.prefix_cache import cache_salt
 
 
 def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
@@ -133,6 +140,79 @@ def test_a_client_that_leaves_while_routers_are_called_leaves_no_call_behind() -
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())
+
+
+PROMPT = tuple(range(40))  # two pages of 16, and more
+
+
+async def _next_digests(replicas: list[Replica]) -> None:
+    """Return once every replica has answered a query that began after this call."""
+    before = [each.call_counts["prefix_digest"] for each in replicas]
+    while any(each.call_counts["prefix_digest"] < count + 2 for each, count in zip(replicas, before, strict=True)):
+        await asyncio.sleep(0.001)
+
+
+def _fast_routing(monkeypatch: pytest.MonkeyPatch) -> PrefixAwareRouting:
+    monkeypatch.setattr(router_questions, "DIGEST_INTERVAL_S", 0.001)
+    monkeypatch.setattr(router_questions, "S_PER_DIGEST", 0.0)
+    monkeypatch.setattr(prefix_aware_routing, "LATE_S", 0.0)
+    monkeypatch.setattr(prefix_aware_routing, "MAX_AGE_S", 1e9)
+    return PrefixAwareRouting(partial(cache_salt, ""), time.monotonic)
+
+
+def test_a_request_goes_to_the_pipeline_that_has_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once an ingress knows what is cached; the router that has it may be full, lost, or as good as the others for others."""
+    routing = _fast_routing(monkeypatch)
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        async with harness(replicas, running="abc", routing=routing) as routers:
+            assert await request_tokens(routers) == 5
+            await _next_digests(replicas)
+            assert await request_tokens(routers, prompt=PROMPT) == 5
+            [chosen] = [each for each in replicas if each.router.scheduler.allocator.num_queried >= len(PROMPT)]
+            for number in range(6):
+                await _next_digests(replicas)
+                assert await request_tokens(routers, prompt=(*PROMPT, number)) == 5
+            assert chosen.router.scheduler.allocator.num_hit == 6 * 32
+            assert sum(each.router.scheduler.allocator.num_hit for each in replicas) == 6 * 32
+            chosen.chain.gate = stuck
+            fill(chosen)
+            assert await request_tokens(routers, prompt=(*PROMPT, 7)) == 5, "it refuses, and another one computes all"
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_that_sends_no_digest_is_not_chosen_by_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    routing = _fast_routing(monkeypatch)
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        async with harness(replicas, running="abc", routing=routing) as routers:
+            assert await request_tokens(routers) == 5
+            await _next_digests(replicas)
+            assert set(routing.known) == set("abc")
+            replicas[0].is_dead = True
+            await _next_digests(replicas)
+            assert set(routing.known) == set("bc")
+            replicas[0].is_dead = False
+            await _next_digests(replicas)
+            assert set(routing.known) == set("abc")
+
+    asyncio.run(scenario())
+
+
+def test_pipelines_are_chosen_by_prefixes_where_several_cache_any() -> None:
+    def routing(**settings: object) -> PrefixAwareRouting | None:
+        return prefix_aware_routing_of(EngineConfig.build(None, {"max_replicas": 2} | settings), "mark")
+
+    assert routing(max_replicas=1) is None
+    assert routing(enable_prefix_caching=False) is None
+    by_tenant, shared = routing(), routing(share_prefixes=True)
+    assert by_tenant is not None
+    assert shared is not None
+    assert by_tenant._salt_of("t") == cache_salt("mark", "t")
+    assert shared._salt_of("t") == cache_salt("mark", "")
 
 
 def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:

@@ -120,18 +120,18 @@ def test_who_follows_has_the_keys_that_all_pools_have(seed: int, num_pools: int,
         number = rng.randrange(9)
         if number < len(followers):
             followers[number] = _follow(log, *followers[number])
-            assert followers[number][1] == {n for n in range(12) if all(pool.find(_key(n)) is not None for pool in pools)}
+            assert followers[number][1] == {n for n in range(12) if all(pool.find([_key(n)]) != [None] for pool in pools)}
 
 
 def _disturb(rng: random.Random, pool: PagePool, held: list[int]) -> None:
     """Take a page and fill it, share one that is cached, or give one back."""
     key = _key(rng.randrange(12))
     if rng.random() < 0.5 and pool.num_idle:
-        page = pool.find(key)
+        [page] = pool.find([key])
         if page is None:
             pool.register(key, page := pool.take())
         else:
-            pool.share(page)
+            pool.share([page])
         held.append(page)
     elif held:
         pool.give_back([held.pop(rng.randrange(len(held)))])
