@@ -178,7 +178,9 @@ def test_a_request_goes_to_the_pipeline_that_has_its_beginning(monkeypatch: pyte
             assert sum(each.router.scheduler.allocator.num_hit for each in replicas) == 6 * 32
             chosen.chain.gate = stuck
             fill(chosen)
+            before = chosen.call_counts["generate"]
             assert await request_tokens(routers, prompt=(*PROMPT, 7)) == 5, "it refuses, and another one computes all"
+            assert chosen.call_counts["generate"] <= before + 1, "it is asked once"
 
     asyncio.run(scenario())
 

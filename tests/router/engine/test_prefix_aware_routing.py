@@ -269,7 +269,7 @@ def test_batch_work_makes_no_pipeline_busy_for_interactive_requests() -> None:
 def test_a_prompt_of_several_choices_is_computed_once() -> None:
     fleet = Fleet("a", "b")
     fleet.query()
-    choices = [_request(TEXT, sampling=SamplingParams(max_tokens=20))] * 3
+    choices = [_request(TEXT, sampling=SamplingParams(max_tokens=20)) for _ in range(3)]
     chosen = fleet.routing.choose([*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))])
     assert chosen is not None
     assert fleet.routing._pipelines[chosen].busy_s(0) == pytest.approx(0.4 + 3 * 0.02 + 0.064)

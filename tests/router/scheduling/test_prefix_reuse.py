@@ -165,6 +165,7 @@ def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
     pages = [[block if has_page else None for block, has_page in enumerate(own)] for own in zip(*hits, strict=True)]
     assert reusable_blocks(cache, pages) == expected
     assert [first_page_seen(n, 40, 16) for n in (16, 48, 96)] == [0, 0, 3]
+    assert [first_page_seen(48, window, 16) for window in (32, 33, 34, None)] == [1, 1, 0, 0]
 
 
 def test_a_page_without_holders_is_taken_before_one_with_known_contents() -> None:
