@@ -187,7 +187,7 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
         [*_, last] = [piece async for piece in client.generate(prompt, max_tokens=3)]
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.total_tokens) == (40, 43)
-        return last.usage.cached_tokens
+        return last.usage.prompt_tokens_details.cached_tokens
 
     async def scenario() -> None:
         async with _harness(keys=TwoKeys(), key="mine") as harness, AsyncClient(harness.target, "theirs") as theirs:
