@@ -25,7 +25,7 @@ class CachedKeyLog:
         self._num_pools = num_pools
         self._num_with: dict[bytes, int] = {}  # pools with a page of this key
         self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MAX_CHANGES)  # the key, and whether it is there now
-        self._version = self._cleared_at = 0
+        self._version = 0
 
     def add(self, key: bytes) -> None:
         """Record that one more pool has a page of this key."""
@@ -46,12 +46,11 @@ class CachedKeyLog:
         self._num_with.clear()
         self._changes.clear()
         self._version += 1
-        self._cleared_at = self._version
 
     def since(self, version: int) -> KeyChanges:
         """Return the changes after a version, each key once; all keys for a version that is too old or none of this log's."""
         num_changes = self._version - version
-        if not (self._cleared_at <= version and 0 <= num_changes <= len(self._changes)):
+        if not 0 <= num_changes <= len(self._changes):
             whole = (key for key, number in self._num_with.items() if number == self._num_pools)
             return KeyChanges(self._version, True, _join(whole), b"")
         last = dict(list(self._changes)[len(self._changes) - num_changes :])

@@ -79,7 +79,7 @@ class PageAllocator:
         if not self._is_possible(reserved, num_spare):
             return False
         self._reserved = reserved
-        sequence.pages, sequence.written_from = [[] for _ in needs], [0] * len(needs)
+        sequence.pages = [[] for _ in needs]
         self._set_reserved(sequence, needs)
         return True
 
@@ -102,7 +102,7 @@ class PageAllocator:
         so pages can have new holders at once. P = 16, R = 5, pages 0 to 4 held: for position 80 page 5, and page 0 is given back.
         """
         if end <= sequence.num_paged_positions:
-            self._record_written(sequence, start, end)
+            self._just_written.append((sequence, end))
             return self._no_pages
         assert end <= sequence.num_reserved_positions
         self._register_blocks(sequence, start)
@@ -115,7 +115,7 @@ class PageAllocator:
             held[:] = (*held[num_left:], *new)
             gained.append(new)
         sequence.num_paged_positions = -(-end // self.cache.page_size) * self.cache.page_size
-        self._record_written(sequence, start, end)
+        self._just_written.append((sequence, end))
         return tuple(gained)
 
     def reuse_prefix(self, sequence: Sequence) -> None:
@@ -139,7 +139,6 @@ class PageAllocator:
         sequence.pages = given
         sequence.num_dispatched = sequence.num_paged_positions = num_positions
         sequence.num_registered = num_blocks
-        sequence.written_from = [num_positions - len(pages) * self.cache.page_size for pages in given]
 
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
         """Count a sequence that begins after so many cached tokens."""
@@ -153,7 +152,7 @@ class PageAllocator:
         for pool, held in zip(self._pools, sequence.pages, strict=True):
             pool.give_back(held)
         self._reserved = self._reserved_without([sequence])
-        sequence.pages, sequence.reserved_pages, sequence.written_from = [], [], []
+        sequence.pages, sequence.reserved_pages = [], []
         sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = 0
 
     def forget_contents(self) -> None:
@@ -170,13 +169,6 @@ class PageAllocator:
                 self._register_blocks(sequence, min(end, sequence.num_dispatched))  # which is 0 if it is to begin again
         self._just_written.clear()
 
-    def _record_written(self, sequence: Sequence, start: int, end: int) -> None:
-        """Record what a step writes: of a chunk that is longer than the ring, its last pages."""
-        for index, window_class in enumerate(self.cache.classes):
-            if (first := window_class.first_written(start, end, self.cache.page_size)) > start:
-                sequence.written_from[index] = first
-        self._just_written.append((sequence, end))
-
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
         """Make known what is in the pages that so many positions fill."""
         num_blocks = num_positions // self.cache.page_size
@@ -184,9 +176,9 @@ class PageAllocator:
             return
         self._hash_blocks(sequence, num_blocks)
         size, first_new = self.cache.page_size, sequence.num_registered
-        for pool, held, written_from in zip(self._pools, sequence.pages, sequence.written_from, strict=True):
-            first_held = sequence.num_paged_positions // size - len(held)
-            for block in range(max(first_new, first_held, -(-written_from // size)), num_blocks):
+        for pool, held in zip(self._pools, sequence.pages, strict=True):
+            first_held = sequence.num_paged_positions // size - len(held)  # what a chunk longer than the ring has left is held
+            for block in range(max(first_new, first_held), num_blocks):
                 pool.register(sequence.hasher.keys[block], held[block - first_held])
         sequence.num_registered = num_blocks
 

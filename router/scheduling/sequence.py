@@ -42,7 +42,6 @@ class Sequence:
     hasher: BlockHasher = field(init=False)
     is_started: bool = False  # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached prefix
     num_registered: int = 0  # blocks that are known to the allocator
-    written_from: list[int] = field(default_factory=list)  # per window class, the first position from which all are cached
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
     was_scheduled: bool = False  # it had a slot before, or is the next to get one
     num_failures: int = 0  # failed micro-batches that had the same of its positions, without a token since

@@ -627,6 +627,14 @@ OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_retentio
 OF_SERVE |= {"jobs_max_open", "jobs_max_lines", "jobs_max_bytes"}
 
 
+def test_a_scheduler_caches_prefixes_as_configured() -> None:
+    plan = make_plan(PRESETS["mistral-7b-v0.1"], PlanRequest((StageBudget(80 * GIB),), "bfloat16", 4096, 64, 16))
+    limits = make_scheduler(EngineConfig(), plan, model="a mark").limits
+    assert (limits.reuses_prefixes, limits.shares_prefixes, limits.model) == (True, False, "a mark")
+    changed = make_scheduler(EngineConfig(enable_prefix_caching=False, share_prefixes=True), plan).limits
+    assert (changed.reuses_prefixes, changed.shares_prefixes) == (False, True)
+
+
 def test_defaults_are_the_designs() -> None:
     config = EngineConfig()
     assert {name: getattr(config, SWITCHES.get(name, name)) for name in DEFAULTS} == DEFAULTS
