@@ -141,6 +141,7 @@ class IngressReplica(GrpcServicer):
         """Return what this replica holds now, for tests."""
         return {
             "requests": self._routers.num_requests,
+            "digests": self._routers.known_digests,
             "tasks": len(asyncio.all_tasks()),
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),

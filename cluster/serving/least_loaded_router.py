@@ -15,10 +15,16 @@ def exclude(replicas: Collection[str]) -> str:
     return EXCEPT + ",".join(sorted(replicas)) if replicas else ANY
 
 
+def prefer(replica: str | None, excluded: Collection[str]) -> str:
+    """Return the constraint to this replica if it is there, else to any that is not excluded: a and {"b"} gives "=a!b"."""
+    return (ONLY + replica if replica else ANY) + exclude(excluded)
+
+
 class LeastLoadedRouter(RequestRouter):
     """Chooses the replica with the fewest requests among those that the call's constraint allows, at random between equals.
 
-    ``=a`` allows replica a; ``!a,b`` allows all but a and b. If none is left, all are allowed.
+    ``=a`` allows replica a; ``!a,b`` allows all but a and b; ``=a!b,c`` allows a, and if it is not there all but b and c. If none
+    is left, all are allowed.
 
     Ray Serve's own counts are those that replicas reported last, so requests that come together see the same counts and all go
     to one replica. Here a request counts from the moment it is assigned to a replica.
@@ -34,8 +40,9 @@ class LeastLoadedRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the replica for a pending request, for Ray Serve; all allowed ones without a request."""
         constraint = pending_request.metadata.session_id if pending_request else ANY
-        kind, names = constraint[:1], constraint[1:].split(",")
-        allowed = [r for r in candidate_replicas if kind == ANY or (r.replica_id.unique_id in names) == (kind == ONLY)]
+        only, _, excluded = constraint.partition(EXCEPT)
+        allowed = [r for r in candidate_replicas if ONLY + r.replica_id.unique_id == only]
+        allowed = allowed or [r for r in candidate_replicas if r.replica_id.unique_id not in excluded.split(",")]
         allowed = allowed or candidate_replicas
         if pending_request is None or not allowed:
             return [allowed]

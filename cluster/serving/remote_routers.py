@@ -6,14 +6,14 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.observability.logging import request_context
-from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
+from tramontane.cluster.serving.least_loaded_router import ONLY, prefer
 from tramontane.cluster.serving.retry_policy import (
     AdmissionWindow,
     FailoverBudget,
@@ -25,7 +25,7 @@ from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import errors, wire
 from tramontane.proto.request import RequestOutput, SequenceRequest, request_fields
-from tramontane.router.engine.prefix_aware_routing import PrefixAwareRouting
+from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting
 from tramontane.router.engine.request_output import OutputQueue, ResumableRequest
 
 MAX_STREAM_ATTEMPTS = 5  # to open the stream from one router for one request
@@ -46,7 +46,7 @@ class RouterClient(RouterQueries):
     ``handover_grace_s``: how long a router that is to stop may finish its requests; longer ones move to another router.
     ``model``: ``short_digest`` of the model whose token ids we send. ``node``: Ray's id of our node.
     ``write_interval_s``: how often each stream to a client is written to now; routers send tokens a little more often.
-    ``routing``: None where there is one router at most, or prefixes are not cached.
+    ``routing``: None where prefixes are not cached.
     """
 
     def __init__(
@@ -82,6 +82,11 @@ class RouterClient(RouterQueries):
         """How many requests have not ended."""
         return self._num_requests
 
+    @property
+    def known_digests(self) -> Mapping[str, Known]:
+        """What is known of the caches of pipelines; see ``PrefixAwareRouting``."""
+        return self._routing.known if self._routing is not None else {}
+
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Raise DrainingError or OverloadedError if such a request would be refused; see ``TokenSource``."""
         if self._is_draining:
@@ -94,7 +99,7 @@ class RouterClient(RouterQueries):
         if not progress.was_accepted:  # through another ingress
             self.check_capacity(len(specs), specs[0].owner)
         self._num_requests += 1
-        if self._routing is not None and self._following is None:
+        if self._routing is not None and (self._following is None or self._following.done()):
             self._following = self._start(self.follow_digests(self._routing))
         try:
             async with aclosing(self._generate_with_failover(progress, specs[0])) as batches:
@@ -207,8 +212,8 @@ class RouterClient(RouterQueries):
         search, num_unopened, only = RouterSearch(self._refusals, specs[0]), Counter[str](), ""
         while True:
             refusing = self._silent | search.refused.keys()
-            chosen = only or (self._routing and self._routing.choose(specs, refusing))
-            constraint = ONLY + chosen if chosen else exclude(refusing)
+            # A replica that was chosen by its last digest may have gone since.
+            constraint = ONLY + only if only else prefer(self._routing and self._routing.choose(specs, refusing), refusing)
             method = self._method("generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES)
             arguments = self._name, number, encoded, self._model_key, search.may_wait, self._write_interval_s()
             outcome: bytes = await cancellable(method.remote(*arguments))

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from operator import attrgetter
@@ -22,16 +21,18 @@ from tramontane.router.scheduling.prefix_cache import cache_salt
 
 READY_TIMEOUT_S = 5.0
 READINESS_TTL_S = 1.0  # for which the answer of the routers stands
-DIGEST_INTERVAL_S = 1.0
+DIGEST_TIMEOUT_S = 2.0  # the other digests wait for a router that hangs
+# The longest, with two timeouts, is less than ``prefix_aware_routing.MAX_AGE_S``; it is that for one pipeline, too.
+DIGEST_INTERVAL_S, MAX_DIGEST_INTERVAL_S = 1.0, 5.0
 S_PER_DIGEST = 0.05  # of an ingress: with 64 pipelines it queries every 3.2 s, which is 20 calls a second
 RETIREMENT_POLL_INTERVAL_S = 2.0  # for routers that have requests and are to stop
 
 
 def prefix_aware_routing(config: EngineConfig, model: str) -> PrefixAwareRouting | None:
-    """Return the choice of a pipeline by prefixes, if there may be several and they cache any. ``model``: its mark."""
-    if config.max_pipelines == 1 or not config.enable_prefix_caching:
+    """Return the choice of a pipeline by prefixes, if they cache any; there may be several now or later. ``model``: its mark."""
+    if not config.enable_prefix_caching:
         return None
-    return PrefixAwareRouting(lambda tenant: cache_salt(model, "" if config.share_prefixes else tenant), time.monotonic)
+    return PrefixAwareRouting(lambda tenant: cache_salt(model, "" if config.share_prefixes else tenant), _now)
 
 
 class RouterQueries:
@@ -66,22 +67,28 @@ class RouterQueries:
         return sorted(await self._broadcast("activity", after), key=attrgetter("name"))
 
     async def follow_digests(self, routing: PrefixAwareRouting) -> None:
-        """Query the digests of all pipelines' caches at intervals, until it is cancelled."""
+        """Query the digests of all pipelines' caches at intervals, for ever. The clock of ``routing`` is the event loop's."""
         while True:
-            asked_at = time.monotonic()
-            digests = await self._broadcast("prefix_digest", dict(routing.known))
+            asked_at = _now()
+            digests = await self._broadcast("prefix_digest", dict(routing.known), timeout_s=DIGEST_TIMEOUT_S)
             routing.update(digests, asked_at)
-            await asyncio.sleep(max(DIGEST_INTERVAL_S, len(digests) * S_PER_DIGEST))
+            wished_s = max(DIGEST_INTERVAL_S, len(digests) * S_PER_DIGEST) if len(digests) > 1 else math.inf
+            await asyncio.sleep(min(wished_s, MAX_DIGEST_INTERVAL_S))
 
     async def _broadcast(
-        self, method: str, *arguments: object, is_sufficient: Callable[[Any], bool] = lambda _: False
+        self,
+        method: str,
+        *arguments: object,
+        is_sufficient: Callable[[Any], bool] = lambda _: False,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Call all routers at once, and return the answers of those that answer in time.
 
         A router that hangs or is gone does not affect the others. Returns early once an answer is sufficient.
         """
         answers: list[Any] = []
-        pending = {asyncio.create_task(_wait_for_answer(each)) for each in await self._broadcast_calls(method, *arguments)}
+        calls = await self._broadcast_calls(method, *arguments)
+        pending = {asyncio.create_task(_wait_for_answer(call, timeout_s or READY_TIMEOUT_S)) for call in calls}
         try:
             while pending and not any(map(is_sufficient, answers)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -148,10 +155,14 @@ class RouterQueries:
         return configure_handle(self._handle, by_reference=by_reference, method_name=name, session_id=constraint, stream=stream)
 
 
-async def _wait_for_answer(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one router, which answers with its name as well
-    """Return a call's answer; None if there is none in time."""
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _wait_for_answer(call: Any, timeout_s: float) -> Any:  # noqa: ANN401 - of Ray Serve, to one router
+    """Return a call's answer, with which the router's name comes; None if there is none in time."""
     try:
-        async with asyncio.timeout(READY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             answer, _ = await call.get_async()
             return answer
     except Exception:  # a router may fail to answer for any reason

@@ -3,14 +3,19 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 KEY_BYTES = 8  # of a key in a digest: of a million keys one in 18 million million others is taken for one of them
 MAX_CHANGES = 2**15  # that are kept; who is further behind gets all keys
+MAX_KEYS = 2**18  # that are sent at once, the latest: they fit into one message between replicas, of up to 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChanges:
-    """The changes up to a version, by the first ``KEY_BYTES`` of each key. ``is_whole``: ``added`` are all keys there are."""
+    """The changes up to a version, by the first ``KEY_BYTES`` of each key.
+
+    ``is_whole``: ``added`` are all keys there are, or the latest ``MAX_KEYS``.
+    """
 
     version: int
     is_whole: bool
@@ -51,8 +56,8 @@ class CachedKeyLog:
         """Return the changes after a version, each key once; all keys for a version that is too old or none of this log's."""
         num_changes = self._version - version
         if not 0 <= num_changes <= len(self._changes):
-            whole = (key for key, number in self._num_with.items() if number == self._num_pools)
-            return KeyChanges(self._version, True, _join(whole), b"")
+            whole = (key for key, number in reversed(self._num_with.items()) if number == self._num_pools)
+            return KeyChanges(self._version, True, _join(islice(whole, MAX_KEYS)), b"")
         last = dict(list(self._changes)[len(self._changes) - num_changes :])
         added = (key for key, is_there in last.items() if is_there)
         removed = (key for key, is_there in last.items() if not is_there)

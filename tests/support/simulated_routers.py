@@ -50,11 +50,11 @@ class RefenceableChain(ScriptedChain):
 class Replica:
     """A Router replica without Ray Serve; ``call_counts`` has the calls by method."""
 
-    def __init__(self, name: str, gate: Gate = no_gate, limits: SchedulerLimits = LIMITS) -> None:
+    def __init__(self, name: str, gate: Gate = no_gate, limits: SchedulerLimits = LIMITS, cache: CachePlan = CACHE) -> None:
         self.name, self.call_counts = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
         self.chain = RefenceableChain(gate)
-        self.router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now)
+        self.router = Router(Scheduler(cache, limits, FixedInFlightPolicy(3, 64)), self.chain, clock=_now)
         self._channels = IngressStreams(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it has none
@@ -107,6 +107,8 @@ class Replica:
     async def prefix_digest(self, known: Mapping[str, Known]) -> tuple[PrefixDigest | None, str]:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
+        if not self.router.is_attached:
+            return None, self.name
         return make_digest(self.name, 0, self.router.scheduler, known.get(self.name)), self.name
 
 

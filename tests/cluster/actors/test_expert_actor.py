@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import ray
+from chat_turns import check_turns
 from expert_kills import kill_under_load
 from harness import GREEDY, PROMPTS, run_prompts, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
@@ -159,6 +160,13 @@ def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link,
         survived = asyncio.run(kill_under_load(spec, chain, prompts, kills))
     for prompt, output in survived.outputs:
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(folder: Path) -> None:
+    """Two stages with ping-pong, which call two expert actors for the tokens that are not cached."""
+    with _pipeline(folder, 2, 2, 1, "direct") as (spec, chain):
+        check_turns(chain, spec.plan)
 
 
 def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folder: Path) -> None:

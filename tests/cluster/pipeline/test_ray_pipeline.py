@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import psutil
 import pytest
 import ray
 import torch
+from chat_turns import caching_scheduler, check_turns, new_chats, run_turns
 from harness import GREEDY, PROMPTS, random_ids, run_answers, run_in_process, run_prompts, running_chain, scheduler_for
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
@@ -37,6 +40,7 @@ from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
 from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.router.engine.router import Router
 from tramontane.workers.device.probe import device_name
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -266,6 +270,51 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, 
         _check_outputs(outputs)
         assert ray.get(chain.stages[1].health.remote()).pid not in broken
         assert not psutil.pid_exists(broken[0])
+
+
+# ---- prefix caching
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(folder: Path, link: Link) -> None:
+    """Their first turn is three windows long."""
+    with _pipeline(folder, 2, page_size=8, link=link) as (spec, chain):
+        check_turns(chain, spec.plan)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+def test_cached_prefixes_are_lost_with_a_stage(folder: Path, link: Link) -> None:
+    """It dies before turn 2 and in the middle of turn 3; the turns after each find what was computed since."""
+    with _pipeline(folder, 2, page_size=8, link=link) as (spec, chain):
+        without = asyncio.run(run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5))
+        scheduler, num_hit = caching_scheduler(spec.plan), list[int]()  # before each turn
+        num_left = 0  # micro-batches until it dies in turn 3
+
+        async def begin(router: Router, turn: int) -> None:
+            nonlocal num_left
+            num_hit.append(scheduler.allocator.num_hit)
+            if turn == 2:
+                epoch = scheduler.epoch
+                ray.kill(chain.stages[1], no_restart=False)
+                router.request_recovery(PipelineError("a stage has died"))
+                while scheduler.epoch == epoch or not router.is_ready:
+                    await asyncio.sleep(0.01)
+                assert sum(scheduler.allocator.num_cached) == 0
+            num_left = 4 if turn == 3 else 0
+
+        def kill(_result: StepResult) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
+                ray.kill(chain.stages[0], no_restart=False)
+
+        turns = asyncio.run(run_turns(chain, scheduler, new_chats(1), 5, begin, kill))
+        assert [turn.answer for (turn,) in turns] == [turn.answer for (turn,) in without]
+        hits = [after - before for before, after in pairwise([*num_hit, scheduler.allocator.num_hit])]
+        assert [hits[0], hits[2]] == [0, 0]
+        assert all(hits[turn] == turns[turn][0].num_cached >= turns[turn][0].num_known - 8 for turn in (1, 3, 4))
 
 
 # ---- the direct link

@@ -15,7 +15,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import MeasuredLoad
 from tramontane.cluster.serving import remote_routers, retry_policy, token_channel
 from tramontane.cluster.serving import router_queries as router_questions
-from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
+from tramontane.cluster.serving.least_loaded_router import ANY, ONLY, LeastLoadedRouter, exclude, prefer
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing as prefix_aware_routing_of
 from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
@@ -498,6 +498,29 @@ def test_requests_that_come_together_are_spread() -> None:
                 routing.on_request_completed(replica, request.metadata.internal_request_id)
         ((freed,),) = await routing.choose_replicas(three, pending())
         assert freed.replica_id.unique_id == "b"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "allowed"),
+    [
+        (ANY, "abc"),
+        (ONLY + "a", "a"),
+        (ONLY + "gone", "abc"),
+        (exclude("ac"), "b"),
+        (exclude("abc"), "abc"),
+        (prefer("a", "ab"), "a"),
+        (prefer("gone", "ab"), "c"),
+        (prefer("gone", ""), "abc"),
+        (prefer(None, "ab"), "c"),
+    ],
+)
+def test_a_call_goes_where_its_constraint_allows(constraint: str, allowed: str) -> None:
+    async def scenario() -> None:
+        routing, three = policy(), replicas_named("a", "b", "c")
+        chosen = [(await routing.choose_replicas(three, pending(constraint)))[0][0].replica_id.unique_id for _ in range(12)]
+        assert Counter(chosen) == {name: 12 // len(allowed) for name in allowed}
 
     asyncio.run(scenario())
 

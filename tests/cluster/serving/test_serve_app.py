@@ -186,7 +186,8 @@ def test_grpc_gives_the_tokens_that_http_gives() -> None:
         assert "".join(piece.text for piece in own) == choice["text"]
         assert own[-1].finish_reason == choice["finish_reason"]
     assert pieces[-1].usage is not None
-    assert asdict(pieces[-1].usage) == over_http["usage"]
+    usage, details = asdict(pieces[-1].usage), over_http["usage"].pop("prompt_tokens_details")
+    assert usage == over_http["usage"] | details
     assert pieces[-1].timings is not None
     assert asdict(pieces[-1].timings).keys() == over_http["timings"].keys()
     with grpc.insecure_channel(GRPC) as channel:
@@ -326,6 +327,83 @@ def test_a_later_server_uses_the_ports_as_they_are_or_is_refused_with_them(monke
     monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("another.function",))
     assert not check_running_serve(config(grpc_port=1234), reported.append), "Ray Serve was started without our gRPC"
     assert [message.partition(",")[0] for message in reported] == ["gRPC is off"]
+
+
+# ---- prefix caching
+
+
+def _ask_in_turn(how: str, body: dict[str, Any]) -> tuple[str, int, int]:
+    """Return the text of the answer to ``messages`` or a ``prompt``, the tokens of the prompt, and those that were cached."""
+    if how == "gRPC":
+        with Client(GRPC) as client:
+            chunks = list(client.generate(**body))
+        assert chunks[-1].usage is not None
+        return "".join(chunk.text for chunk in chunks), chunks[-1].usage.prompt_tokens, chunks[-1].usage.cached_tokens
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if how == "streamed":
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    response = httpx.post(f"{URL}{path}", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    parts = events(response.text) if how == "streamed" else [response.json()]
+    choices = [choice for part in parts for choice in part["choices"]]
+    texts = [(choice.get("delta") or choice.get("message") or {"content": choice.get("text")})["content"] for choice in choices]
+    return "".join(texts), *_numbers(parts[-1]["usage"])
+
+
+def _numbers(usage: dict[str, Any]) -> tuple[int, int]:
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_chat"), [("whole", True), ("streamed", True), ("whole", False), ("streamed", False), ("gRPC", False)]
+)
+def test_each_turn_finds_the_turns_before_it_cached(how: str, is_chat: bool) -> None:
+    """The first is longer than the window. With ``return_experts`` the whole prompt is computed, and the answer is the same.
+
+    The activity counts the tokens that usages name.
+    """
+    wait_until_idle()
+    rng = random.Random(f"{how} {is_chat}")
+    with httpx.Client(base_url=URL, timeout=30) as client:
+        before = ask_activity(client).pipelines[0]
+        texts, num_before, numbers = [_prompt(rng) + " ".join(rng.choices(WORDS, k=60))], 0, []
+        for turn in range(3):
+            roles = ["user", "assistant"] * 3
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            body = {"messages": messages} if is_chat else {"prompt": "\n".join(texts)}
+            body |= {"max_tokens": 20, "temperature": 0.8, "seed": turn}
+            text, num_prompt, num_cached = _ask_in_turn(how, body)
+            again, *computed = _ask_in_turn("whole", body | {"return_experts": [0]})
+            assert (again, computed) == (text, [num_prompt, 0])
+            assert num_cached >= num_before - 32 if turn else num_cached == 0, "but for a page, and where texts are joined"
+            numbers += [(num_prompt, num_cached), computed]
+            num_before = num_prompt
+            texts += [text, _prompt(rng)]
+        wait_until_idle()
+        after = ask_activity(client).pipelines[0]
+    grown = after.prefix_cache_queries - before.prefix_cache_queries, after.prefix_cache_hits - before.prefix_cache_hits
+    assert grown == tuple(map(sum, zip(*numbers, strict=True)))
+    assert grown[1] > 0
+    assert 0 < after.pages_cached <= after.pages
+
+
+def test_lines_of_a_job_find_their_system_prompt_cached() -> None:
+    """Of those that come in one micro-batch, up to 512 tokens, none finds it: at most four here."""
+    rng = random.Random("a job")
+    system = {"role": "system", "content": " ".join(rng.choices(WORDS, k=60))}
+    bodies = [
+        {"messages": [system, {"role": "user", "content": f"{number} {_prompt(rng)}"}], "max_tokens": 5} for number in range(12)
+    ]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i, body in enumerate(bodies)
+    ]
+    with Client(GRPC) as client:
+        job = client.submit_job("\n".join(map(json.dumps, lines)).encode(), JobOptions(endpoint="/v1/chat/completions"))
+        assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
+        numbers = [_numbers(json.loads(result.body)["usage"]) for result in client.results(job.job_id)]
+    assert all(num_prompt > 100 for num_prompt, _ in numbers)
+    assert sum(num_cached >= 96 for _, num_cached in numbers) >= 8, numbers
+    wait_until_idle()
 
 
 # ---- official clients
@@ -1038,6 +1116,7 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     before = {s["pid"]: s["steps"] for s in stats}
     asyncio.run(run())
     assert all(s["steps"] > before[s["pid"]] for s in router_stats()), "both have worked"
+    asyncio.run(_chats_stay_with_their_pipelines())
     _scale_down_under_load()
     while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
         time.sleep(0.1)
@@ -1045,6 +1124,29 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
     _redeploy(0)
     while leftovers():
+        time.sleep(0.1)
+
+
+async def _chats_stay_with_their_pipelines() -> None:
+    """Of what one pipeline alone would find cached, all turns before but for their last pages, nine tenths are found."""
+    chats, num_before, num_cached, num_possible = [random_ids(400 + 50 * i, i, 1000) for i in range(4)], [0] * 4, 0, 0
+    async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+        for _ in range(3):
+            await asyncio.to_thread(_wait_until_digests_are_known)
+            bodies = [{"prompt": chat, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True} for chat in chats]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            for number, answer in enumerate(each.json() for each in answers):
+                num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                num_possible += num_before[number]
+                num_before[number] = (answer["usage"]["total_tokens"] - 1) // 16 * 16
+                chats[number] += [*answer["choices"][0]["token_ids"], *random_ids(20, len(chats[number]), 1000)]
+    assert num_cached >= 0.9 * num_possible > 0
+
+
+def _wait_until_digests_are_known() -> None:
+    wait_until_idle()
+    handle = serve.get_deployment_handle("Router", APPLICATION)
+    while {name: digest.known for digest, name in handle.broadcast("prefix_digest", {}).results()} != ingress_stats()["digests"]:
         time.sleep(0.1)
 
 

@@ -1,11 +1,13 @@
 """Two API keys at a server on a Ray cluster: batch jobs and files of one are not there for the other, over HTTP and gRPC."""
 
+import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from batch_jobs import requests
+from batch_jobs import request, requests
 from serve_cluster import GRPC, URL, running_application, wait_until_idle
 
 from tramontane.client import Client
@@ -109,3 +111,38 @@ def test_nothing_of_one_key_is_there_for_another() -> None:
         with Client(GRPC) as other_key, pytest.raises(AuthenticationError):
             other_key.list_jobs()
     wait_until_idle()
+
+
+def test_no_client_starts_sooner_because_of_the_text_of_another_one() -> None:
+    """Whichever way the text comes first; each client's own requests share it, lines of batch jobs included."""
+    rng = random.Random(5)
+    with _http(ANNA) as anna, _http(BERT) as bert, Client(GRPC, ANNA) as grpc_anna, Client(GRPC, BERT) as grpc_bert:
+        for first in WAYS:
+            text = " ".join(rng.choices(("ROMEO:", "speak,", "my", "lord;", "what", "news", "from", "Rome"), k=60))
+            for http, client in ((anna, grpc_anna), (bert, grpc_bert)):
+                assert first(http, client, text) == 0
+                assert [way(http, client, text) > 64 for way in WAYS] == [True] * len(WAYS)
+    wait_until_idle()
+
+
+def _over_http(http: httpx.Client, _: Client, text: str) -> int:
+    """Return how many tokens of the prompt were cached."""
+    answer = http.post("/v1/completions", json={"prompt": text, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def _over_grpc(_: httpx.Client, client: Client, text: str) -> int:
+    usage = list(client.generate(text, max_tokens=2))[-1].usage
+    assert usage is not None
+    return usage.cached_tokens
+
+
+def _by_job(_: httpx.Client, client: Client, text: str) -> int:
+    job = client.submit_job(request("r", text)).job_id
+    assert [seen.state for seen in client.watch_job(job)][-1] == JobState.COMPLETED
+    (line,) = client.results(job)
+    return int(json.loads(line.body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+WAYS = (_over_http, _over_grpc, _by_job)
