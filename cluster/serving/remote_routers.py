@@ -212,8 +212,8 @@ class RouterClient(RouterQueries):
         search, num_unopened, only = RouterSearch(self._refusals, specs[0]), Counter[str](), ""
         while True:
             refusing = self._silent | search.refused.keys()
-            # A replica that was chosen by its last digest may have gone since.
-            constraint = ONLY + only if only else prefer(self._routing and self._routing.choose(specs, refusing), refusing)
+            chosen = self._routing.choose(specs, refusing) if self._routing and not only else None
+            constraint = ONLY + only if only else prefer(chosen, refusing)  # the chosen one may have gone since its last digest
             method = self._method("generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES)
             arguments = self._name, number, encoded, self._model_key, search.may_wait, self._write_interval_s()
             outcome: bytes = await cancellable(method.remote(*arguments))

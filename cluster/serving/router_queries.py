@@ -67,7 +67,7 @@ class RouterQueries:
         return sorted(await self._broadcast("activity", after), key=attrgetter("name"))
 
     async def follow_digests(self, routing: PrefixAwareRouting) -> None:
-        """Query the digests of all pipelines' caches at intervals, for ever. The clock of ``routing`` is the event loop's."""
+        """Query the digests of all pipelines at intervals, until cancelled. The clock of ``routing`` is the event loop's."""
         while True:
             asked_at = _now()
             digests = await self._broadcast("prefix_digest", dict(routing.known), timeout_s=DIGEST_TIMEOUT_S)
