@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from tramontane.proto.request import SequenceRequest
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
@@ -21,6 +22,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 
 MAX_AGE_S = 10.0  # of a digest that is believed
 LATE_S = 0.5  # for so long before it was queried, what was sent to a pipeline may not have arrived when its digest was made
+MIN_TOKEN_S = 1e-5  # a fit may find that a token more takes no time; all requests would then go to that pipeline
 SAMPLE_TOKENS = 256  # of the prompt whose time per token is reported
 
 Known = tuple[int, int]  # number of a replica's router, and version of its cached keys
@@ -90,9 +92,6 @@ class _Pipeline:
         found = (n for n in range(len(keys), 0, -1) if keys[n - 1] in self.keys or keys[n - 1] in self.sent_keys)
         return next(found, 0) * self.digest.page_size
 
-    def seconds(self, num_prompt: int, num_decodes: int) -> float:
-        return num_prompt * self.digest.prefill_s + num_decodes * self.digest.decode_s
-
     def busy_s(self, priority: int) -> float:
         return self.digest.busy_s[priority] + sum(seconds for _, level, seconds in self.sent if level <= priority)
 
@@ -138,7 +137,8 @@ class PrefixAwareRouting:
         num_prompt = sum(prompts.values())
         num_decodes = sum(min(spec.sampling.max_tokens, MIN_DECODES) for spec in specs)
         keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
-        own_s = {name: each.seconds(num_prompt - each.num_cached(keys), num_decodes) for name, each in found.items()}
+        prefill_s, decode_s = _token_s([each.digest for each in found.values()])
+        own_s = {name: (num_prompt - each.num_cached(keys)) * prefill_s + num_decodes * decode_s for name, each in found.items()}
         chosen = min(found, key=lambda name: (found[name].busy_s(specs[0].priority) + own_s[name], random.random()))
         found[chosen].record(now, specs[0].priority, own_s[chosen], keys)
         return chosen
@@ -149,3 +149,9 @@ class PrefixAwareRouting:
         num_blocks = (len(spec.prompt_ids) - 1) // page_size
         hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)
         return [key[:KEY_BYTES] for key in hasher.keys]
+
+
+def _token_s(digests: Sequence[PrefixDigest]) -> tuple[float, float]:
+    """Return the seconds of one token more of a prompt and of an output, on average over pipelines, whose fits differ."""
+    prefill_s, decode_s = (fmean(times) for times in zip(*((each.prefill_s, each.decode_s) for each in digests), strict=True))
+    return max(prefill_s, MIN_TOKEN_S), max(decode_s, MIN_TOKEN_S)

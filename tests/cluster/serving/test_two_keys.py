@@ -135,7 +135,7 @@ def _over_http(http: httpx.Client, _: Client, text: str) -> int:
 def _over_grpc(_: httpx.Client, client: Client, text: str) -> int:
     usage = list(client.generate(text, max_tokens=2))[-1].usage
     assert usage is not None
-    return usage.cached_tokens
+    return usage.prompt_tokens_details.cached_tokens
 
 
 def _by_job(_: httpx.Client, client: Client, text: str) -> int:
