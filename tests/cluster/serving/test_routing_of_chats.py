@@ -84,6 +84,22 @@ def test_each_turn_goes_to_the_pipeline_that_has_the_chat(names: str) -> None:
     assert min(found) > 0
 
 
+def test_a_pipeline_that_seems_to_need_no_time_does_not_get_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit of short times may find that a token more takes none."""
+
+    async def scenario() -> None:
+        replicas = _replicas("ab")
+        monkeypatch.setattr(replicas[0].router.scheduler.policy, "seconds", lambda _: 0.0)
+        async with _ingress(replicas) as (routers, _):
+            await _ask(routers, [1])
+            await _pause(0)
+            before = [each.router.scheduler.allocator.num_queried for each in replicas]
+            await asyncio.gather(*(_ask(routers, [1, 2]) for _ in range(8)))
+            assert [each.router.scheduler.allocator.num_queried for each in replicas] == [number + 8 for number in before]
+
+    run_in_virtual_time(scenario())
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_clients_with_other_keys_share_only_where_they_may(shares: bool) -> None:
     """On one pipeline. On two, another client's prefix makes no difference to the choice, or it is found wherever it is."""
