@@ -57,7 +57,7 @@ class CachedKeyLog:
         num_changes = self._version - version
         if not 0 <= num_changes <= len(self._changes):
             whole = (key for key, number in reversed(self._num_with.items()) if number == self._num_pools)
-            return KeyChanges(self._version, True, _join(islice(whole, MAX_KEYS)), b"")
+            return KeyChanges(self._version, True, _join(list(islice(whole, MAX_KEYS))[::-1]), b"")
         last = dict(list(self._changes)[len(self._changes) - num_changes :])
         added = (key for key, is_there in last.items() if is_there)
         removed = (key for key, is_there in last.items() if not is_there)

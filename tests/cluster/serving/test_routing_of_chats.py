@@ -250,10 +250,6 @@ def test_a_request_that_is_too_large_for_grpc_goes_to_the_chosen_pipeline_by_ref
     run_in_virtual_time(scenario())
 
 
-def test_there_is_no_choice_by_prefixes_where_none_are_cached() -> None:
-    assert router_queries.prefix_aware_routing(EngineConfig.build(None, {"enable_prefix_caching": False}), "") is None
-
-
 def test_digests_are_followed_from_the_first_request_until_the_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One task follows them; if it fails, for a reason that only another version knows, the next request starts another."""
 
