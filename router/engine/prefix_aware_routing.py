@@ -23,6 +23,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 MAX_AGE_S = 10.0  # of a digest that is believed
 LATE_S = 0.5  # for so long before it was queried, what was sent to a pipeline may not have arrived when its digest was made
 MIN_TOKEN_S = 1e-5  # a fit may find that a token more takes no time; all requests would then go to that pipeline
+MAX_BLOCKS = 2048  # of a prompt that are compared, 32k tokens: their keys take about a millisecond of the ingress
 SAMPLE_TOKENS = 256  # of the prompt whose time per token is reported
 
 Known = tuple[int, int]  # number of a replica's router, and version of its cached keys
@@ -144,9 +145,9 @@ class PrefixAwareRouting:
         return chosen
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
-        """Return the keys of the blocks before the last token, which is computed in any case."""
+        """Return the keys of the first blocks before the last token, which is computed in any case."""
         hasher = BlockHasher(self._salt_of(spec.cache_salt))
-        num_blocks = (len(spec.prompt_ids) - 1) // page_size
+        num_blocks = min((len(spec.prompt_ids) - 1) // page_size, MAX_BLOCKS)
         hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)
         return [key[:KEY_BYTES] for key in hasher.keys]
 

@@ -9,6 +9,7 @@ import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
 from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
+from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import LATE_S, MAX_AGE_S, PrefixAwareRouting, PrefixDigest, make_digest
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
 from tramontane.router.scheduling.prefix_cache import BlockHasher, cache_salt
@@ -80,6 +81,16 @@ def test_a_request_goes_where_most_of_it_is_cached(length: int, expected: str) -
     fleet.cache("b", TEXT[:72])
     fleet.query()
     assert fleet.choose(TEXT[:length]) == expected
+
+
+def test_of_a_long_prompt_only_the_beginning_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_aware_routing, "MAX_BLOCKS", 4)
+    fleet = Fleet("a", "b")
+    fleet.cache("a", (*OTHER[: 5 * PAGE], *TEXT[:PAGE]))
+    fleet.cache("b", (*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE]))
+    fleet.query()
+    assert fleet.choose((*OTHER[: 3 * PAGE], *TEXT[: 9 * PAGE])) == "b", "of whose blocks all four are there"
+    assert {len(pipeline.sent_keys) for pipeline in fleet.routing._pipelines.values()} == {0, 4}
 
 
 def test_what_is_not_cached_anywhere_goes_where_least_is_to_do() -> None:
