@@ -16,7 +16,8 @@ from targets import Target, as_data, at_least, at_most, conclude, exit_status, n
 
 BENCH = Path(__file__).parent / "bench"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
-ANSWERING = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py"}  # programs of ``peers.py``, which reads what they print
+# Programs of ``peers.py`` and ``prefixes.py``, which read what they print.
+ANSWERING = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py", "peer_prefixes.py"}
 PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
 # A key of its rows; an option of pip; an option of guidellm.

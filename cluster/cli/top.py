@@ -141,9 +141,9 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
     name = Text.assemble("\n", (pipeline.name, "bold"))
     numbers = Text(
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
-        f"{pipeline.pages_held} of {pipeline.pages} pages, {pipeline.pages_cached} cached{_hits(pipeline)}, "
-        f"{_recoveries(pipeline.recoveries)}"
+        f"{pipeline.pages_held} of {pipeline.pages} pages, {_recoveries(pipeline.recoveries)}"
     )
+    cached = Text(f"{pipeline.pages_cached} pages cached, {_hit(pipeline)}")
     waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
     columns = max(width - labels - BAR_WIDTH - 8, 10)
@@ -151,12 +151,12 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
         Text.assemble(f"{stage.label:<{labels}} {busy:>4.0%} ", _bar(busy), " ", history.timeline(stage.stage, now, columns))
         for stage, busy in zip(pipeline.stages, pipeline.busy, strict=True)
     ]
-    return Group(name, numbers, waits, *stages)
+    return Group(name, numbers, waits, cached, *stages)
 
 
-def _hits(pipeline: PipelineActivity) -> str:
+def _hit(pipeline: PipelineActivity) -> str:
     queries = pipeline.prefix_cache_queries
-    return f" ({pipeline.prefix_cache_hits / queries:.0%} of tokens hit)" if queries else ""
+    return f"{pipeline.prefix_cache_hits / queries:.0%} of prompts hit" if queries else "no prompt yet"
 
 
 def _recoveries(count: int) -> str:

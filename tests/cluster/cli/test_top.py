@@ -156,8 +156,9 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
         "the last 10 s: ░▒▓ prompts  ▁▂▃▄▅▆▇█ decodes",
         "",
         "app-1",
-        "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 9 cached (64% of tokens hit), 1 recovery",
+        "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 1 recovery",
         "first token p50 50 ms p95 1.25 s, between tokens -",
+        "9 pages cached, 64% of prompts hit",
         "Stage 1/2 layers 0-3  83% ████████··                           ▓▓░ ▓▓░ ▅█▅     ",
         "Stage 2/2 layers 4-7  20% ██········                             ▒▒░ ▒▒░ ▂▅▃   ",
     ]
@@ -165,7 +166,7 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
 
 def test_no_line_is_wrapped() -> None:
     [frame] = render([_look(pipeline_data(), pipeline_data("app-2"))], "http://ingress", 80, lambda: None)
-    assert len(_lines(frame)) == 2 + 2 * 6
+    assert len(_lines(frame)) == 2 + 2 * 7
 
 
 def test_an_error_is_shown_above_the_last_report() -> None:
@@ -173,8 +174,8 @@ def test_an_error_is_shown_above_the_last_report() -> None:
     reported = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
     first, wrong, third, last = map(_lines, render(reported, "http://ingress", 80, lambda: None))
     assert wrong == ["no answer; this is the last report", *first]
-    assert third[6].count("▓") == first[6].count("▓"), "the last report is still drawn"
-    assert len(third[6].replace(" ", "")) > len(first[6].replace(" ", ""))
+    assert third[7].count("▓") == first[7].count("▓"), "the last report is still drawn"
+    assert len(third[7].replace(" ", "")) > len(first[7].replace(" ", ""))
     assert last[0] == "http://ingress: no pipeline runs now"
 
 
