@@ -51,21 +51,21 @@ def reusable_blocks(cache: CachePlan, pages: Sequence[Sequence[int | None]]) -> 
     is possible, which see it, and 6 needs blocks 3 to 5; so 4 is the next candidate, which needs blocks 1 to 3.
     """
     windows = [c.window for c in cache.classes]
-    num_blocks = min(
-        own.index(None) if window is None and None in own else len(own) for window, own in zip(windows, pages, strict=True)
-    )
+    has_page = [bytes([page is not None for page in own]) for own in pages]  # which C code searches
+    num_blocks = min(map(len, has_page))
     while num_blocks:
         firsts = [first_page_seen(num_blocks * cache.page_size, window, cache.page_size) for window in windows]
-        missing = [_last_missing(own, first, num_blocks) for own, first in zip(pages, firsts, strict=True)]
-        gaps = [block for block in missing if block is not None]
-        if not gaps:
+        candidate = min(_last_candidate(own, first, num_blocks) for own, first in zip(has_page, firsts, strict=True))
+        if candidate == num_blocks:
             break
-        num_blocks = min(gaps)
+        num_blocks = candidate
     return num_blocks
 
 
-def _last_missing(pages: Sequence[int | None], first: int, end: int) -> int | None:
-    """Return the last block from ``first`` up to ``end`` that has no page, None if all have one."""
-    if None not in pages[first:end]:
-        return None
-    return next(block for block in reversed(range(first, end)) if pages[block] is None)
+def _last_candidate(has_page: bytes, first: int, end: int) -> int:
+    """Return ``end`` if the blocks from ``first`` up to it have pages, else the end of the last run of them that is no longer.
+
+    Blocks 0, 1 and 6 of 7 have pages: from 2 to 7 some are missing, so that 2 is the next candidate.
+    """
+    gap = has_page.rfind(0, first, end)
+    return end if gap < 0 else has_page.rfind(1, 0, gap) + 1

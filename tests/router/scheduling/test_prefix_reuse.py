@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.request import SamplingParams
+from tramontane.router.scheduling import prefix_cache
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -166,6 +167,41 @@ def test_longest_prefix(hits: list[tuple[int, int]], expected: int) -> None:
     assert reusable_blocks(cache, pages) == expected
     assert [first_page_seen(n, 40, 16) for n in (16, 48, 96)] == [0, 0, 3]
     assert [first_page_seen(48, window, 16) for window in (32, 33, 34, None)] == [1, 1, 0, 0]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    page_size=st.sampled_from([1, 3, 8]),
+    windows=st.lists(st.sampled_from([None, 1, 2, 5, 9, 24, 40]), min_size=1, max_size=3),
+    blocks=st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=20),
+)
+def test_longest_prefix_is_that_of_all_lengths(
+    page_size: int, windows: list[int | None], blocks: list[tuple[int, int, int]]
+) -> None:
+    cache = new_cache(page_size, 4, *windows)
+    pages = [[block if hits[index] else None for block, hits in enumerate(blocks)] for index in range(len(windows))]
+
+    def is_usable(num_blocks: int) -> bool:
+        firsts = [first_page_seen(num_blocks * page_size, window, page_size) for window in windows]
+        return all(None not in own[first:num_blocks] for own, first in zip(pages, firsts, strict=True))
+
+    assert reusable_blocks(cache, pages) == max(filter(is_usable, range(len(blocks) + 1)))
+
+
+def test_missing_blocks_are_passed_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows only, all blocks of a long prompt are looked up; one by one the missing ones would stop all streams."""
+    num_candidates = 0
+
+    def count(*args: int | None) -> int:
+        nonlocal num_candidates
+        num_candidates += 1
+        return first_page_seen(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefix_cache, "first_page_seen", count)
+    cache = new_cache(16, 4, 4096, max_len=2**17)
+    assert reusable_blocks(cache, [[None] * 8192]) == 0
+    assert reusable_blocks(cache, [[*range(300), *[None] * 4000, *range(100), *[None] * 3000]]) == 300
+    assert num_candidates <= 4
 
 
 def test_a_page_without_holders_is_taken_before_one_with_known_contents() -> None:
