@@ -9,7 +9,7 @@ A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -66,32 +66,75 @@ def make_digest(replica: str, router: int, scheduler: Scheduler, known: Known | 
     )
 
 
+class KeyIndex:
+    """Which pipelines have a key: one look-up for all of them, of which each is a bit."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, bit: int, keys: Iterable[bytes]) -> None:
+        """Add a pipeline to the holders of these keys."""
+        for key in keys:
+            self._holders[key] = self._holders.get(key, 0) | bit
+
+    def discard(self, bit: int, keys: Iterable[bytes]) -> None:
+        """Remove a pipeline from the holders of these keys."""
+        for key in keys:
+            if left := self._holders.get(key, 0) & ~bit:
+                self._holders[key] = left
+            else:
+                self._holders.pop(key, None)
+
+    def longest(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Return up to which of these keys of a prompt each pipeline has it, by bit: of a and c, with b elsewhere, up to 3."""
+        found: dict[int, int] = {}
+        missing = -1
+        for number in range(len(keys), 0, -1):
+            new = self._holders.get(keys[number - 1], 0) & missing
+            missing &= ~new
+            while new:
+                bit = new & -new
+                found[bit], new = number, new ^ bit
+        return found
+
+
 @dataclass(slots=True)
 class _Pipeline:
-    """What an ingress knows of a pipeline. ``sent``: time, priority and seconds of work of requests that its digest may lack."""
+    """What an ingress knows of a pipeline. ``sent``: time, priority and seconds of work of requests that its digest may lack.
+
+    Its keys, known and sent, are in ``index`` under ``bit``.
+    """
 
     digest: PrefixDigest
     at: float
+    index: KeyIndex
+    bit: int
     keys: set[bytes] = field(default_factory=set)
     sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
-        changes = digest.changes
-        if changes.is_whole:
-            self.keys = set(split_keys(changes.added))
-        else:
-            self.keys.difference_update(split_keys(changes.removed))
-            self.keys.update(split_keys(changes.added))
         self.digest, self.at = digest, asked_at
+        added, removed = split_keys(digest.changes.added), split_keys(digest.changes.removed)
+        if digest.changes.is_whole:
+            removed = list(self.keys.difference(added))
+        expired = [key for key, at in self.sent_keys.items() if at < asked_at - LATE_S]
+        self.keys.difference_update(removed)
+        self.keys.update(added)
+        for key in expired:
+            del self.sent_keys[key]
+        self.index.add(self.bit, added)
+        self.index.discard(self.bit, [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_keys])
         while self.sent and self.sent[0][0] < asked_at - LATE_S:
             self.sent.popleft()
-        self.sent_keys = {key: at for key, at in self.sent_keys.items() if at >= asked_at - LATE_S}
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return how many tokens of a prompt with these keys are cached, or will soon be."""
-        found = (n for n in range(len(keys), 0, -1) if keys[n - 1] in self.keys or keys[n - 1] in self.sent_keys)
-        return next(found, 0) * self.digest.page_size
+    def forget(self) -> None:
+        """Remove its keys from the index."""
+        self.index.discard(self.bit, self.keys)
+        self.index.discard(self.bit, self.sent_keys)
 
     def busy_s(self, priority: int) -> float:
         return self.digest.busy_s[priority] + sum(seconds for _, level, seconds in self.sent if level <= priority)
@@ -99,6 +142,7 @@ class _Pipeline:
     def record(self, now: float, priority: int, seconds: float, keys: Sequence[bytes]) -> None:
         self.sent.append((now, priority, seconds))
         self.sent_keys.update(dict.fromkeys(keys, now))
+        self.index.add(self.bit, keys)
 
 
 class PrefixAwareRouting:
@@ -110,6 +154,7 @@ class PrefixAwareRouting:
     def __init__(self, salt_of: Callable[[str], str], clock: Callable[[], float]) -> None:
         self._salt_of, self._clock = salt_of, clock
         self._pipelines: dict[str, _Pipeline] = {}  # by replica of the router
+        self._index = KeyIndex()
 
     @property
     def known(self) -> Mapping[str, Known]:
@@ -118,12 +163,18 @@ class PrefixAwareRouting:
 
     def update(self, digests: Collection[PrefixDigest], asked_at: float) -> None:
         """Take what replicas have answered; the others are not chosen until they answer. ``asked_at``: by the clock."""
-        before, self._pipelines = self._pipelines, {}
-        for digest in digests:
-            if digest.replica in before or digest.changes.is_whole:
-                pipeline = before.get(digest.replica) or _Pipeline(digest, asked_at)
-                pipeline.update(digest, asked_at)
-                self._pipelines[digest.replica] = pipeline
+        by_replica = {digest.replica: digest for digest in digests}
+        for replica in self._pipelines.keys() - by_replica.keys():
+            self._pipelines.pop(replica).forget()
+        for replica, digest in by_replica.items():
+            if replica not in self._pipelines and digest.changes.is_whole:
+                self._pipelines[replica] = _Pipeline(digest, asked_at, self._index, self._free_bit())
+            if replica in self._pipelines:
+                self._pipelines[replica].update(digest, asked_at)
+
+    def _free_bit(self) -> int:
+        taken = sum(pipeline.bit for pipeline in self._pipelines.values())
+        return ~taken & (taken + 1)
 
     def choose(self, specs: Sequence[SequenceRequest], excluded: Collection[str] = ()) -> str | None:
         """Return the replica that a request should be sent to, which then counts as sent; None if fewer than two are known.
@@ -139,7 +190,9 @@ class PrefixAwareRouting:
         num_decodes = sum(min(spec.sampling.max_tokens, MIN_DECODES) for spec in specs)
         keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
         prefill_s, decode_s = _token_s([each.digest for each in found.values()])
-        own_s = {name: (num_prompt - each.num_cached(keys)) * prefill_s + num_decodes * decode_s for name, each in found.items()}
+        num_blocks = self._index.longest(keys)
+        num_left = {name: num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size for name, each in found.items()}
+        own_s = {name: left * prefill_s + num_decodes * decode_s for name, left in num_left.items()}
         chosen = min(found, key=lambda name: (found[name].busy_s(specs[0].priority) + own_s[name], random.random()))
         found[chosen].record(now, specs[0].priority, own_s[chosen], keys)
         return chosen

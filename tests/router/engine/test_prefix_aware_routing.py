@@ -10,7 +10,14 @@ from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
 from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
 from tramontane.router.engine import prefix_aware_routing
-from tramontane.router.engine.prefix_aware_routing import LATE_S, MAX_AGE_S, PrefixAwareRouting, PrefixDigest, make_digest
+from tramontane.router.engine.prefix_aware_routing import (
+    LATE_S,
+    MAX_AGE_S,
+    KeyIndex,
+    PrefixAwareRouting,
+    PrefixDigest,
+    make_digest,
+)
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
 from tramontane.router.scheduling.prefix_cache import BlockHasher, cache_salt
 from tramontane.router.scheduling.sequence import Sequence
@@ -308,7 +315,64 @@ def test_who_gets_changes_knows_what_is_cached() -> None:
             for each, pipe in fleet.pipes.items():
                 whole = pipe.scheduler.allocator.cached_keys.since(-1)
                 assert fleet.routing._pipelines[each].keys == set(split_keys(whole.added))
+            _check_index(fleet.routing)
     assert num_removed
+
+
+def _check_index(routing: PrefixAwareRouting) -> None:
+    """Assert that the index has just what is known of the caches and what was sent."""
+    expected: dict[bytes, int] = {}
+    for pipeline in routing._pipelines.values():
+        for key in pipeline.keys | pipeline.sent_keys.keys():
+            expected[key] = expected.get(key, 0) + pipeline.bit
+    assert routing._index._holders == expected
+
+
+def test_the_index_follows_pipelines_that_come_and_go() -> None:
+    """Also what was only sent; of one that has gone nothing is left, and its bit is given to another one."""
+    rng, fleet, bits = random.Random(6), Fleet(*"abcde"), set[int]()
+    for turn in range(80):
+        name = rng.choice("abcde")
+        fleet.cache(name, (*rng.choice((TEXT, OTHER))[: rng.randrange(150)], turn + 1))
+        if rng.random() < 0.1:
+            fleet.restart(name)
+        fleet.query(*rng.sample("abcde", k=rng.randint(1, 5)), after_s=rng.choice([0.1, TURN_S]))
+        for text in (TEXT, OTHER):
+            fleet.choose((*text[: rng.randrange(1, 150)], turn + 1))
+        _check_index(fleet.routing)
+        bits |= {pipeline.bit for pipeline in fleet.routing._pipelines.values()}
+    assert bits == {1, 2, 4, 8, 16}
+    fleet.routing.update([], fleet.now)
+    assert not len(fleet.routing._index)
+
+
+def test_each_key_of_a_prompt_is_looked_up_once_for_all_pipelines() -> None:
+    """In one pipeline after the other, 64 of them would keep an ingress from its streams for tenths of a second."""
+
+    class Counting(dict[bytes, int]):
+        num_gets = 0
+
+        def get(self, key: bytes, default: int = 0) -> int:  # type: ignore[override]
+            Counting.num_gets += 1
+            return super().get(key, default)
+
+    fleet = Fleet(*(f"p{number}" for number in range(20)))
+    fleet.cache("p7", TEXT[:64])
+    fleet.query()
+    fleet.routing._index._holders = Counting(fleet.routing._index._holders)
+    assert fleet.choose(TEXT) == "p7"
+    assert Counting.num_gets <= 2 * len(TEXT) // PAGE, "once to choose and once to record"
+
+
+def test_how_far_each_pipeline_has_a_prompt() -> None:
+    index = KeyIndex()
+    index.add(1, [b"a", b"c"])
+    index.add(2, [b"b"])
+    index.add(4, [b"x"])
+    assert index.longest([b"a", b"b", b"c"]) == {1: 3, 2: 2}
+    index.discard(1, [b"c", b"never there"])
+    assert index.longest([b"a", b"b", b"c"]) == {1: 1, 2: 2}
+    assert index.longest([]) == {}
 
 
 def _again(fleet: Fleet) -> Fleet:
