@@ -16,6 +16,7 @@ from tramontane.router.openai.errors import describe_json_error
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
 PROMPT = re.compile(r'"(?:messages|prompt)"\s*:')
+SEARCHED_CHARACTERS = 2**14  # for the prompt, which few lines have further back
 COMPARED_CHARACTERS = 256  # some fifty tokens: less than that is not worth another order
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -163,7 +164,7 @@ def by_prefix(lines: Iterable[Line]) -> list[Line]:
     """
     groups: dict[str, list[Line]] = {}
     for line in lines:
-        found = PROMPT.search(line.text)
+        found = PROMPT.search(line.text, 0, SEARCHED_CHARACTERS)
         start = found.end() if found else 0
         groups.setdefault(line.text[start : start + COMPARED_CHARACTERS], []).append(line)
     return [line for group in groups.values() for line in group]

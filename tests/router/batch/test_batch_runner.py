@@ -31,7 +31,7 @@ from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S, Claim, Outcome, PendingLine
 from tramontane.router.batch.database import JobThreadPool
-from tramontane.router.batch.input_lines import COMPARED_CHARACTERS, LineSplitter, ParsedLine, by_prefix
+from tramontane.router.batch.input_lines import COMPARED_CHARACTERS, SEARCHED_CHARACTERS, LineSplitter, ParsedLine, by_prefix
 from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, PAGE_SIZE, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
@@ -546,6 +546,10 @@ def test_lines_that_begin_alike_come_together_in_the_order_of_the_first() -> Non
     short = [{"prompt": TEXTS[name][:30] + str(number)} for number, name in enumerate("abacb")]
     assert _places(_lines(*short)) == [0, 1, 2, 3, 4], "they have too little in common"
     assert _places(_lines({}, {"prompt": "x"}, {})) == [0, 1, 2]
+    behind = [{"suffix": str(number) * (SEARCHED_CHARACTERS - 99), "prompt": TEXTS[name]} for number, name in enumerate("abacb")]
+    assert _places(_lines(*behind)) == [0, 2, 1, 4, 3]
+    far_behind = [{"suffix": each["suffix"] * 2, "prompt": each["prompt"]} for each in behind]
+    assert _places(_lines(*far_behind)) == [0, 1, 2, 3, 4], "so long a line is not searched to its end"
     assert by_prefix(_lines()) == []
 
 
