@@ -72,9 +72,7 @@ PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "Pages of the rolli
 PAGES_CACHED = _gauge(
     "kv_cache_pages_cached", "pages", "pipeline window", "Pages that no sequence holds, and whose contents are kept for reuse."
 )
-PREFIX_QUERIES = _counter(
-    "prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began, for which cached pages were looked up."
-)
+PREFIX_QUERIES = _counter("prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began.")
 PREFIX_HITS = _counter("prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed.")
 PREEMPTIONS = _counter(
     "num_preemptions",
