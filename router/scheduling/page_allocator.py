@@ -112,7 +112,8 @@ class PageAllocator:
             num_left = max(len(held) + num_new - window_class.ring_pages, 0)
             pool.give_back(held[:num_left])
             new = tuple([pool.take() for _ in range(num_new)])
-            held[:] = (*held[num_left:], *new)
+            del held[:num_left]
+            held += new
             gained.append(new)
         sequence.num_paged_positions = -(-end // self.cache.page_size) * self.cache.page_size
         self._just_written.append((sequence, end))

@@ -18,6 +18,15 @@ class BatchWork:
     decodes: int = 0
     decode_keys: int = 0  # that all decodes together attend to
 
+    def __add__(self, other: "BatchWork") -> "BatchWork":
+        """Return the work of both."""
+        return BatchWork(
+            self.prefill_tokens + other.prefill_tokens,
+            self.prefill_keys + other.prefill_keys,
+            self.decodes + other.decodes,
+            self.decode_keys + other.decode_keys,
+        )
+
 
 class WorkEstimator:
     """Estimates the keys that tokens attend to, from the window of each kind of layer; without one, the context's length."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES
@@ -111,8 +112,10 @@ def measure_load(running: RunningSet, waiting: Iterable[Sequence], estimator: Wo
     sequences, allocator = [*running.by_id.values(), *waiting], running.allocator
     needs_by_class = zip(*map(allocator.pages_needed, sequences), strict=True)
     page_shares = [sum(needs) / c.num_pages for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)]
-    spans = [(s.effective_priority, (s.num_dispatched, s.num_known, expected_decodes(s))) for s in sequences]
-    left = tuple(estimator.work_left(span for level, span in spans if level <= each) for each in range(NUM_PRIORITIES))
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_PRIORITIES)]
+    for s in sequences:
+        spans[s.effective_priority].append((s.num_dispatched, s.num_known, expected_decodes(s)))
+    left = tuple(accumulate(map(estimator.work_left, spans), BatchWork.__add__))
     return PipelineLoad(max([len(sequences) / running.num_slots, *page_shares]), sum(s.num_known for s in sequences), left)
 
 
