@@ -1,11 +1,12 @@
 """Rolling key/value cache of one stage, in pages, the page rings of its sequences, and the page tables of single tokens.
 
 Position p of a sequence is in entry (p // P) mod R of its page ring, row p mod P of that page. Page n of a sequence takes the
-entry of page n - R. The router's page allocator decides which pages a sequence holds; here they are recorded and turned into rows.
+entry of page n - R. The router's page allocator decides which pages a sequence holds; here they are recorded and turned into
+rows.
 
-Worked example, W = 3, P = 1, hence R = 3: of positions 0..4 in one chunk the last R pages are written, which are new, 7, 2 and 5:
-page 7 with position 2 is in entry 2, page 2 with position 3 in entry 0, page 5 with position 4 in entry 1. In ring order these are
-positions [3, 4, 2]. After positions 5..9, on other pages: [9, 7, 8].
+Worked example, W = 3, P = 1, hence R = 3: of positions 0..4 in one chunk the last R pages are written, which are new: 7, 2 and 5.
+Page 7 with position 2 is in entry 2, page 2 with position 3 in entry 0, page 5 with position 4 in entry 1: in ring order the
+positions are [3, 4, 2]. After positions 5..9, on other pages: [9, 7, 8].
 
 Shape letters: S slots, R pages of a ring, N rows of a cache, T tokens, G key/value heads, d head_dim; in page tables B
 single tokens, N pages.
