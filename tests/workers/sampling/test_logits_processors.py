@@ -35,19 +35,17 @@ def _changes() -> LogitsProcessor:
     return LogitsProcessor(VOCAB, EOS, torch.device("cpu"))
 
 
-def _chunks(seq_id: int, sampling: SamplingParams, ids: list[int], num_prompt: int, size: int) -> list[Chunk]:
-    return [
-        Chunk(
-            seq_id,
-            start,
-            tuple(ids[start : start + size]),
-            (),
-            None if start else sampling,
-            start + size >= len(ids),
-            0 if start else num_prompt,
-        )
-        for start in range(0, len(ids), size)
+def _chunks(
+    seq_id: int, sampling: SamplingParams, ids: list[int], num_prompt: int, size: int, num_cached: int = 0
+) -> list[Chunk]:
+    """Return the chunks of a sequence; of its tokens so many are cached, and at least one is not."""
+    begin = min(num_cached, len(ids) - 1)
+    chunks = [
+        Chunk(seq_id, start, tuple(ids[start : start + size]), (), None, start + size >= len(ids))
+        for start in range(begin, len(ids), size)
     ]
+    skipped = tuple(ids[:begin]) if sampling.needs_tokens else ()
+    return [chunks[0]._replace(sampling=sampling, num_prompt=num_prompt, skipped_ids=skipped), *chunks[1:]]
 
 
 def _logits(rows: int) -> torch.Tensor:
@@ -55,11 +53,13 @@ def _logits(rows: int) -> torch.Tensor:
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(sequences=SEQUENCES, size=st.integers(1, 5), replayed=st.booleans(), earlier=st.integers(0, 3))
+@given(
+    sequences=SEQUENCES, size=st.integers(1, 5), replayed=st.booleans(), earlier=st.integers(0, 3), num_cached=st.integers(0, 12)
+)
 def test_logits_are_changed_as_the_formulas_say(
-    sequences: list[tuple[SamplingParams, list[int], list[int]]], size: int, replayed: bool, earlier: int
+    sequences: list[tuple[SamplingParams, list[int], list[int]]], size: int, replayed: bool, earlier: int, num_cached: int
 ) -> None:
-    """Prompts come in chunks; then the output one decode at a time, or, ``replayed``, as one with the prompt."""
+    """Prompts come in chunks behind what is cached; then the output one decode at a time, or, ``replayed``, with the prompt."""
     changes = _changes()
     begun: list[MicroBatch] = []
     for number in range(earlier):  # earlier sequences leave nothing behind
@@ -68,7 +68,7 @@ def test_logits_are_changed_as_the_formulas_say(
     changes_after = tuple(range(100, 100 + earlier))
     whole = [prompt + (output if replayed else []) for _, prompt, output in sequences]
     pieces = [
-        _chunks(seq_id, wish, ids, len(prompt), size)
+        _chunks(seq_id, wish, ids, len(prompt), size, num_cached)
         for seq_id, ((wish, prompt, _), ids) in enumerate(zip(sequences, whole, strict=True))
     ]
     for turn in range(max(map(len, pieces))):

@@ -96,6 +96,18 @@ def test_what_was_said_before_is_taken_in_again_chunk_by_chunk() -> None:
     assert _allowed(whole) == _allowed(cut) == set(b"u")
 
 
+@pytest.mark.parametrize("num_cached", range(1, 8))
+def test_what_was_said_in_a_cached_prefix_is_taken_in_too(num_cached: int) -> None:
+    """Of a sequence that was preempted, or continues on another pipeline: two tokens of prompt and what was said since."""
+    constraints, tokens = _constraints(), (5, 6, *b'{"a":tr')
+    for start, end in ((num_cached, num_cached + 1), (num_cached + 1, len(tokens))):
+        is_first = start == num_cached
+        first, skipped = (SamplingParams(grammar=JSON) if is_first else None), tokens[:start] if is_first else ()
+        chunk = Chunk(0, start, tokens[start:end], (), first, False, 2 if is_first else 0, skipped_ids=skipped)
+        constraints.update(MicroBatch(0, 0, (chunk,)))
+    assert _allowed(constraints) == set(b"u")
+
+
 @pytest.mark.parametrize(
     ("start", "ids", "expected"), [(0, (1, 2), ()), (4, (1, 2, 3), (2, 3)), (5, (1, 2), (1, 2)), (9, (1,), (1,))]
 )
