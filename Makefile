@@ -23,18 +23,18 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# First the tests without Ray, which use all cores in two processes; then three lanes with Ray at once, whose tests mostly
-# wait. The output of two of these is shown when they end. With computing tests at the same time Ray's starts took too long.
+# Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Tests
+# that only compute are at nice 5: they fill the waits of the other lanes, and end at about the same time. With a fourth
+# lane everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-OTHERS = test-serve-command check test-ray
-test: $(STAMP)  ## all tests, ruff and types: first without Ray; then, in three lanes, a server in process, commands, and Ray with types
-	@$(MAKE) --no-print-directory test-plain; plain=$$?; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
+OTHERS = test-plain test-serve-command check test-ray
+test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in process; tests without Ray; commands, types and Ray
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory test-serve; served=$$?; \
-	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
+	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	$(PYTEST) -m "not ray" --numprocesses=2 --dist=loadfile
+	nice -n 5 $(PYTEST) -m "not ray"
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-SPREAD = ("--numprocesses=2", "--dist=loadfile")  # over processes, which changes nothing about which tests run
 MARKS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))  # which a test may have
 
 
@@ -57,7 +56,6 @@ def lanes_of(makefile: str) -> list[Lane]:
 
 
 def _lane(target: str, arguments: list[str]) -> Lane:
-    arguments = [each for each in arguments if each not in SPREAD]
     assert arguments[0] == "-m", arguments
     ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in arguments[2:] if each.startswith("--ignore="))
     folders = tuple(each.rstrip("/") for each in arguments[2:] if not each.startswith("-"))
@@ -122,7 +120,7 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ('-m "not ray"', '-m "not serve"'),
         ("-m ray --ignore=tests/cluster", "-m ray"),
         ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
-        ("OTHERS = test-serve-command check test-ray", "OTHERS = test-serve-command check"),
+        ("OTHERS = test-plain test-serve-command check test-ray", "OTHERS = test-plain test-serve-command check"),
         ("--no-print-directory test-serve;", "--no-print-directory test-plain;"),
     ],
 )
