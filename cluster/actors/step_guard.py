@@ -71,10 +71,10 @@ def device_self_test(device: str) -> bool:
 @contextmanager
 def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[None]:
     """Log a step that fails, with its requests; errors of Tramontane's own classes need no traceback."""
+    request_ids = worker.request_ids_of(batch) if worker else []  # now, because a fence forgets them, perhaps before the log
     try:
         yield
     except Exception as error:
-        request_ids = worker.request_ids_of(batch) if worker else []
         what = (batch.step_id, format_request_ids(request_ids) or "-", error)
         is_ours = isinstance(error, TramontaneError)
         logger.warning("step %d failed, of requests %s: %s", *what, exc_info=not is_ours, extra=requests_fields(request_ids))
