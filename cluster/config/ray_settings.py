@@ -4,12 +4,14 @@ from types import MappingProxyType
 
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # bytes from a client; Ray Serve forwards it in messages of its own, of up to 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that runs its loop less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores. The proxy ignores Ray Serve's headers if clients send them.
+# about 1.25 times the streamed tokens on two cores. The proxy ignores Ray Serve's headers if clients send them. A proxy
+# whose start takes longer than Ray Serve's 5 s, on a busy node, would be replaced, and the start of Ray Serve refused.
 SERVE_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that hangs would keep its pipeline
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_patches.proxy:proxy_middlewares",

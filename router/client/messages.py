@@ -54,12 +54,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds that a request spent in each phase."""
+    """Seconds that a request spent in each phase. ``cached_tokens``: those of the prompt that were not computed."""
 
     ingress_s: float
     queue_s: float
     prefill_s: float
     decode_s: float
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +218,7 @@ def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJob
 def parse_chunks(response: pb.GenerateResponse) -> list[Chunk]:
     """Return the chunks of a response; usage and timings belong to the last of them."""
     usage = _usage(response.usage) if response.HasField("usage") else None
-    times = response.timings
-    timings = Timings(times.ingress_s, times.queue_s, times.prefill_s, times.decode_s) if response.HasField("timings") else None
+    timings = _timings(response.timings) if response.HasField("timings") else None
     last = len(response.pieces) - 1
     return [
         Chunk(
@@ -261,6 +261,11 @@ def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
 def _usage(message: pb.Usage) -> Usage:
     details = PromptTokensDetails(message.prompt_tokens_details.cached_tokens)
     return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens, details)
+
+
+def _timings(message: pb.Timings) -> Timings:
+    seconds = (message.ingress_s, message.queue_s, message.prefill_s, message.decode_s)
+    return Timings(*seconds, message.cached_tokens)
 
 
 def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:

@@ -190,11 +190,11 @@ class Completion:
 
     @property
     def timings(self) -> Timings:
-        """Seconds in the router, by phase; ``ingress_s`` is the rest of the time since the request arrived."""
+        """Seconds in the router, by phase. ``ingress_s`` is the rest of the time since the request arrived."""
         assert self._times is not None
-        router_s = self._times._asdict()
-        times = {"ingress_s": time.monotonic() - self._arrived_at - sum(router_s.values()), **router_s}
-        return Timings(**{name: round(seconds, 6) for name, seconds in times.items()})
+        times = self._times._asdict() | {"ingress_s": time.monotonic() - self._arrived_at - sum(self._times)}
+        rounded = {name: round(seconds, 6) for name, seconds in times.items()}
+        return Timings(**rounded, cached_tokens=self.usage.prompt_tokens_details.cached_tokens)
 
     def _json_bytes(self, batch: RequestOutput, yielded: set[int]) -> int:
         """Return about how many bytes of JSON a batch becomes. The first change of a choice may repeat its prompt."""

@@ -113,12 +113,13 @@ class Usage(Answer):
 
 
 class Timings(Answer):
-    """Seconds."""
+    """Seconds. ``cached_tokens``: those of the prompt that ``prefill_s`` has no computation of, as in the usage."""
 
     ingress_s: float
     queue_s: float
     prefill_s: float
     decode_s: float
+    cached_tokens: int
 
 
 class CompletionLogprobs(Answer):

@@ -189,7 +189,7 @@ def test_a_plain_completion_has_openais_shape(chain: LocalStageChain, tokenizer:
             num_prompt = len(choice["prompt_token_ids"])
             totals = {"prompt_tokens": num_prompt, "completion_tokens": 8, "total_tokens": num_prompt + 8}
             assert answer["usage"] == totals | {"prompt_tokens_details": {"cached_tokens": 0}}
-            assert answer["timings"].keys() == {"ingress_s", "queue_s", "prefill_s", "decode_s"}
+            assert answer["timings"].keys() == {"ingress_s", "queue_s", "prefill_s", "decode_s", "cached_tokens"}
             await harness.becomes_idle()
 
     asyncio.run(scenario())

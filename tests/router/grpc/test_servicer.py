@@ -186,7 +186,9 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
     async def num_cached(client: AsyncClient) -> int:
         [*_, last] = [piece async for piece in client.generate(prompt, max_tokens=3)]
         assert last.usage is not None
+        assert last.timings is not None
         assert (last.usage.prompt_tokens, last.usage.total_tokens) == (40, 43)
+        assert last.timings.cached_tokens == last.usage.prompt_tokens_details.cached_tokens
         return last.usage.prompt_tokens_details.cached_tokens
 
     async def scenario() -> None:

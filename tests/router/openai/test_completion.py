@@ -615,6 +615,7 @@ def test_cached_tokens_add_up_to_the_prompts_at_most(
         assert found[:3] == expected
         assert set(found[3:]) == {expected[-1]}
         assert completion.usage.prompt_tokens == 6
+        assert completion.timings.cached_tokens == expected[-1]
 
     asyncio.run(scenario())
 
@@ -643,7 +644,7 @@ def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before(model: ServedModel
 def test_timings_are_the_routers_last_word_and_the_rest(model: ServedModel, script: tuple[int, ...]) -> None:
     timings = _run(model, ScriptedSource([script]))["timings"]
     assert (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) == (1.0, 2.0, float(len(script)))
-    assert set(timings) == {"ingress_s", "queue_s", "prefill_s", "decode_s"}
+    assert set(timings) == {"ingress_s", "queue_s", "prefill_s", "decode_s", "cached_tokens"}
 
 
 # Echo and stop strings
