@@ -23,18 +23,19 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-# Tests of Ray Serve mostly wait, so three lanes run at once; the output of the other two is shown when they end. Tests
-# that only compute are at nice 5: they fill the waits of the other lanes, and end at about the same time. With a fourth
-# lane everything took longer: Ray's processes use a good part of a core as long as a cluster of the tests lives.
+# Tests that only compute have all cores first; those with Ray mostly wait, so two lanes of them run at once, and the output
+# of the second is shown when it ends. Ray's processes start too slowly beside tests that compute.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
-OTHERS = test-plain test-serve-command check test-ray
-test: $(STAMP)  ## all tests, ruff and types, in three lanes: a server in process; tests without Ray; commands, types and Ray
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
+PARALLEL = --numprocesses=logical --dist=loadfile
+OTHERS = test-serve-command test-ray check
+test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes: a server in process, and the rest
+	@$(MAKE) --no-print-directory test-plain; plain=$$?; \
+	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory test-serve; served=$$?; \
-	wait $$others; others=$$?; cat .test-others.log; test $$served -eq 0 -a $$others -eq 0
+	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	nice -n 5 $(PYTEST) -m "not ray"
+	$(PYTEST) -m "not ray" $(PARALLEL)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster
@@ -50,7 +51,7 @@ quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all co
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check quick-tests
 
 quick-tests: $(STAMP)
-	$(BIN)/python -m pytest -q --numprocesses=logical --dist=loadfile -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
 check: $(STAMP) types
 	$(BIN)/ruff check .

@@ -57,9 +57,10 @@ def lanes_of(makefile: str) -> list[Lane]:
 
 def _lane(target: str, arguments: list[str]) -> Lane:
     assert arguments[0] == "-m", arguments
-    ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in arguments[2:] if each.startswith("--ignore="))
-    folders = tuple(each.rstrip("/") for each in arguments[2:] if not each.startswith("-"))
-    assert len(ignored) + len(folders) == len(arguments) - 2, arguments
+    others = [each for each in arguments[2:] if each != "$(PARALLEL)"]
+    ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in others if each.startswith("--ignore="))
+    folders = tuple(each.rstrip("/") for each in others if each[0] not in "-$")
+    assert len(ignored) + len(folders) == len(others), arguments
     return Lane(target, arguments[1], folders or ("tests",), ignored)
 
 
@@ -120,8 +121,9 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ('-m "not ray"', '-m "not serve"'),
         ("-m ray --ignore=tests/cluster", "-m ray"),
         ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
-        ("OTHERS = test-plain test-serve-command check test-ray", "OTHERS = test-plain test-serve-command check"),
+        ("OTHERS = test-serve-command test-ray check", "OTHERS = test-serve-command check"),
         ("--no-print-directory test-serve;", "--no-print-directory test-plain;"),
+        ("--no-print-directory test-plain;", "--no-print-directory check;"),
     ],
 )
 def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None:
@@ -129,7 +131,7 @@ def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None
     assert wrong_counts(lanes_of(MAKEFILE.replace(command, planted, 1)), FILES)
 
 
-@pytest.mark.parametrize("argument", ["-k one", "--deselect=tests/x.py", "-x"])
+@pytest.mark.parametrize("argument", ["-k one", "--deselect=tests/x.py", "-x", "$(MORE)"])
 def test_a_planted_argument_that_is_not_understood_is_found(argument: str) -> None:
     with pytest.raises(AssertionError):
         lanes_of(MAKEFILE.replace("-m serve tests/cluster", f"-m serve {argument} tests/cluster"))
