@@ -87,7 +87,7 @@ def prefill_s(plan: StagePlan, kernels: AttentionKernels, num_tokens: int, chunk
         batch = MicroBatch(0, step, (_chunk(start, size, pages if start == 0 else ((),) * len(pages)),))
         table.update(batch)
         started = time.perf_counter()
-        CachedAttention(cache, build_attention_metadata(batch, table, CPU), kernels)(0, q_THd, k_TGd, v_TGd)
+        CachedAttention(cache, build_attention_metadata(batch, table, CPU, kernels.reads_pages), kernels)(0, q_THd, k_TGd, v_TGd)
         seconds += time.perf_counter() - started
     return seconds
 

@@ -20,12 +20,15 @@
 #define MOST_ROWS (MOST_TOKENS * GROUP)
 _Static_assert(HEAD_DIM % STEP == 0, "no unit of a head is incomplete");
 
-// Where the keys and values of a sequence are. The key of position p is in row p - first, or if there are pages in row
-// p % PAGE of page pages[p / PAGE - first / PAGE]. Rows are key_stride and value_stride elements apart.
+// Where the keys and values of a sequence are. Those of the position p < split are in row p % PAGE of page
+// pages[p / PAGE - first / PAGE], rows being paged_stride elements apart; the others in row p - split of `keys` and `values`, whose
+// rows are key_stride and value_stride elements apart.
 struct source {
-    const element *keys, *values;
-    int64_t key_stride, value_stride, first;
+    const element *paged_keys, *paged_values;
+    int64_t paged_stride, first, split;
     const int32_t *pages;
+    const element *keys, *values;
+    int64_t key_stride, value_stride;
 };
 
 // The queries of consecutive tokens for one key/value head, row by row: the GROUP queries of the first token, those of the second.
@@ -47,20 +50,21 @@ struct pointers {
     const element *keys[COLUMNS], *values[COLUMNS];
 };
 
-static int64_t row_of(const struct source *from, int64_t position) {
-    if (!from->pages) return position - from->first;
-    return from->pages[position / PAGE - from->first / PAGE] * (int64_t)PAGE + position % PAGE;
-}
-
 // Finds the rows of the positions `begin` to begin + COLUMNS - 1; of those outside of [first, end), zeros.
 static void locate(struct pointers *to, const struct source *from, int64_t begin, int64_t first, int64_t end) {
     static const element zeros[HEAD_DIM + STEP];
     for (int column = 0; column < COLUMNS; column++) {
         const int64_t position = begin + column;
-        const int is_seen = position >= first && position < end;
-        const int64_t row = is_seen ? row_of(from, position) : 0;
-        to->keys[column] = is_seen ? from->keys + row * from->key_stride : zeros;
-        to->values[column] = is_seen ? from->values + row * from->value_stride : zeros;
+        if (position < first || position >= end) {
+            to->keys[column] = to->values[column] = zeros;
+        } else if (position >= from->split) {
+            to->keys[column] = from->keys + (position - from->split) * from->key_stride;
+            to->values[column] = from->values + (position - from->split) * from->value_stride;
+        } else {
+            const int64_t page = from->pages[position / PAGE - from->first / PAGE], row = page * PAGE + position % PAGE;
+            to->keys[column] = from->paged_keys + row * from->paged_stride;
+            to->values[column] = from->paged_values + row * from->paged_stride;
+        }
     }
 }
 
@@ -222,27 +226,36 @@ void attend_tokens(const element *q, int64_t query_stride, const element *k, con
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t i = 0; i < tokens * kv_heads; i++) {
         const int64_t token = i / kv_heads, head = i % kv_heads, oldest = positions[token] - window + 1;
-        const struct source from = {k + head * HEAD_DIM, v + head * HEAD_DIM,    stride,
-                                    stride,              oldest < 0 ? 0 : oldest, pages + token * width};
+        const struct source from = {.paged_keys = k + head * HEAD_DIM, .paged_values = v + head * HEAD_DIM, .paged_stride = stride,
+                                    .first = oldest < 0 ? 0 : oldest, .split = positions[token] + 1, .pages = pages + token * width};
         attend(&from, q + token * query_stride + head * GROUP * HEAD_DIM, 0, out + i * GROUP * HEAD_DIM, 0, positions[token], 1,
                window);
     }
 }
 
-// Chunks of several tokens, one after the other in q, and their keys in k and v. chunks [num_chunks][4]: tokens, keys, position of
-// the first token, position of the first key.
+// Chunks of several tokens, one after the other in q, and keys of theirs in k and v. chunks [num_chunks][5]: tokens, keys in k, position
+// of the first token, of the first key in k, and of the first key that the chunk sees. The keys between the last two are in pages of
+// paged_k and paged_v [rows][kv_heads][HEAD_DIM], pages [num_chunks][width] from that of the first key on.
 void attend_chunks(const element *q, int64_t query_stride, const element *k, int64_t key_stride, const element *v,
-                   int64_t value_stride, const int64_t (*chunks)[4], int64_t num_chunks, element *out, int64_t kv_heads,
-                   int64_t window, int threads) {
-    const int64_t out_stride = kv_heads * GROUP * HEAD_DIM;
+                   int64_t value_stride, const element *paged_k, const element *paged_v, const int32_t *pages, int64_t width,
+                   const int64_t (*chunks)[5], int64_t num_chunks, element *out, int64_t kv_heads, int64_t window, int threads) {
+    const int64_t out_stride = kv_heads * GROUP * HEAD_DIM, paged_stride = kv_heads * HEAD_DIM;
 #pragma omp parallel num_threads(threads)
     for (int64_t chunk = 0, token = 0, key = 0; chunk < num_chunks; token += chunks[chunk][0], key += chunks[chunk][1], chunk++) {
         const int64_t tokens = chunks[chunk][0], parts = (tokens + MOST_TOKENS - 1) / MOST_TOKENS;
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < parts * kv_heads; i++) {
             const int64_t head = i % kv_heads, first = i / kv_heads * tokens / parts, end = (i / kv_heads + 1) * tokens / parts;
-            const struct source from = {k + key * key_stride + head * HEAD_DIM, v + key * value_stride + head * HEAD_DIM,
-                                        key_stride, value_stride, chunks[chunk][3], 0};
+            const struct source from = {paged_k + head * HEAD_DIM,
+                                        paged_v + head * HEAD_DIM,
+                                        paged_stride,
+                                        chunks[chunk][4],
+                                        chunks[chunk][3],
+                                        pages + chunk * width,
+                                        k + key * key_stride + head * HEAD_DIM,
+                                        v + key * value_stride + head * HEAD_DIM,
+                                        key_stride,
+                                        value_stride};
             const element *queries = q + (token + first) * query_stride + head * GROUP * HEAD_DIM;
             element *to = out + (token + first) * out_stride + head * GROUP * HEAD_DIM;
             const int64_t position = chunks[chunk][2] + first;

@@ -37,6 +37,13 @@ class PrefillKernel(Protocol):
         """Compute the output [T, H, d] of one layer."""
 
 
+class PagedPrefillKernel(Protocol):
+    """A ``PrefillKernel`` that also reads cached keys in place, with the mask that it has built of an index with pages."""
+
+    def attend_pages(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+        """Compute the output [T, H, d] of one layer from the chunks' own keys, and from those before them in the cache."""
+
+
 class DecodeKernel(Protocol):
     """Attention of single tokens to the keys of their sequences in the cache."""
 
@@ -73,6 +80,12 @@ class AttentionKernels:
     decode: DecodeKernel
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
+    paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether chunks' keys are read from their pages, see ``build_attention_metadata``."""
+        return self.paged_prefill is not None
 
 
 class CachedAttention:
@@ -98,14 +111,11 @@ class CachedAttention:
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps."""
-        cached = self.cache.layers[layer]
-        k_SGd, v_SGd = k_TGd, v_TGd
-        if len(index.cached_rows):
-            k_CGd, v_CGd = cached.read(index.cached_rows)
-            k_SGd = v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
-            if not cached.values_are_keys:
-                v_SGd = torch.cat((v_CGd, v_TGd))[index.key_order]
-        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_masks[self.cache.class_of[layer]])
+        cached, mask = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]]
+        if index.pages_CN is not None and self.kernels.paged_prefill is not None:
+            out_THd = self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
+        else:
+            out_THd = self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd
 
@@ -114,3 +124,12 @@ class CachedAttention:
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)
         return self.kernels.decode.attend(q_BHd, cached, self.decode_masks[self.cache.class_of[layer]])
+
+
+def _all_keys(index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [S, G, d] of all chunks: for each those that it sees of the cache, then its own."""
+    if not len(index.cached_rows):
+        return k_TGd, v_TGd
+    k_CGd, v_CGd = cached.read(index.cached_rows)
+    k_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
+    return k_SGd, k_SGd if cached.values_are_keys else torch.cat((v_CGd, v_TGd))[index.key_order]

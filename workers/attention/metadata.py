@@ -33,6 +33,8 @@ class PrefillMetadata:
             first.
         written: [N], tokens of the row that are written to the cache.
         write_rows: [N], cache rows that they are written to.
+        pages_CN: [C, N] (int32), for kernels that read pages in place, which get no ``cached_rows`` and ``key_order``: the pages
+            of each chunk's cached keys, from that of the oldest that it sees.
     """
 
     window: int | None
@@ -43,6 +45,7 @@ class PrefillMetadata:
     key_order: Tensor
     written: Tensor
     write_rows: Tensor
+    pages_CN: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,16 @@ def num_cached_keys(start: int, window: int | None) -> int:
     return start if window is None else min(start, window - 1)
 
 
-def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: torch.device) -> AttentionMetadata:
-    """Build the index tensors of a micro-batch with which ``table`` has been updated, and make its pages visible there."""
+def build_attention_metadata(
+    batch: MicroBatch, table: SequenceTable, device: torch.device, reads_pages: bool = False
+) -> AttentionMetadata:
+    """Build the index tensors of a micro-batch with which ``table`` has been updated, and make its pages visible there.
+
+    ``reads_pages``: whether the prefill kernel reads pages in place.
+    """
     runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
-    cached_rows = [_cached_rows(runs, ring, table, device) if runs else None for ring in table.rings]
+    find = _cached_pages if reads_pages else _cached_rows
+    cached = [find(runs, ring, table, device) if runs else None for ring in table.rings]
     table.flush()
     ones = batch.chunks[len(runs) :]
     assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
@@ -96,8 +105,8 @@ def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: to
         num_prefill_tokens=num_prefill,
         sampled_rows=tensor_on(_sampled_rows(batch), torch.int64, device),
         prefill=tuple(
-            None if cached is None else _prefill_index(runs, ring, table, device, cached)
-            for ring, cached in zip(table.rings, cached_rows, strict=True)
+            None if found is None else _prefill_index(runs, ring, table, device, found, reads_pages)
+            for ring, found in zip(table.rings, cached, strict=True)
         ),
         decode=tuple(
             build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
@@ -122,24 +131,38 @@ def _cached_rows(runs: list[Chunk], ring: PageRings, table: SequenceTable, devic
     return ring.rows(to_device(_repeat(slots, cached), device), to_device(positions, device))
 
 
+def _cached_pages(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> Tensor:
+    """Return ``PrefillMetadata.pages_CN``, before the chunks' own pages take the places of those that they read.
+
+    P = 16, W = 40, a chunk from position 100 on: it sees from 61 on, which is on page 3, up to 99 on page 6.
+    """
+    firsts = [(chunk.start - num_cached_keys(chunk.start, ring.window)) // ring.page_size for chunk in runs]
+    width = max(-(-chunk.start // ring.page_size) - first for chunk, first in zip(runs, firsts, strict=True))
+    slots = tensor_on([table.slots[chunk.seq_id] for chunk in runs], torch.int64, device)
+    entries_CN = tensor_on(firsts, torch.int64, device)[:, None] + torch.arange(width, device=device)
+    return ring.pages_SR[slots[:, None], entries_CN % ring.ring_pages].int()
+
+
 def _prefill_index(
-    runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device, cached_rows: Tensor
+    runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device, found: Tensor, reads_pages: bool
 ) -> PrefillMetadata:
     window = ring.window
     cached = [num_cached_keys(chunk.start, window) for chunk in runs]
     kept = [chunk.start + chunk.num_tokens - ring.first_written(chunk) for chunk in runs]
     lens = [chunk.num_tokens for chunk in runs]
     slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
     written_positions = _ranges([(c.start + c.num_tokens - n, n) for c, n in zip(runs, kept, strict=True)])
     return PrefillMetadata(
         window=window,
         query_lens=tuple(lens),
         key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
         starts=tuple(chunk.start for chunk in runs),
-        cached_rows=cached_rows,
-        key_order=to_device(_key_order(cached, lens), device),
+        cached_rows=nothing if reads_pages else found,
+        key_order=nothing if reads_pages else to_device(_key_order(cached, lens), device),
         written=to_device(_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]), device),
         write_rows=ring.rows(to_device(_repeat(slots, kept), device), to_device(written_positions, device)),
+        pages_CN=found if reads_pages else None,
     )
 
 

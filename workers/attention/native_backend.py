@@ -25,11 +25,11 @@ NO_WINDOW = 2**62  # more than any position
 
 @dataclass(frozen=True, slots=True)
 class NativeMask:
-    """The pages [B, N] of single tokens and their positions, or the lengths and positions [C, 4] of chunks, and the window."""
+    """The pages [B, N] of single tokens and their positions, or of chunks their lengths and positions [C, 5], and the window."""
 
     window: int
     positions: Tensor
-    pages_BN: Tensor | None = None
+    pages: Tensor
 
 
 def native_kernels(plan: StagePlan) -> AttentionKernels:
@@ -37,7 +37,8 @@ def native_kernels(plan: StagePlan) -> AttentionKernels:
     args = plan.args
     geometry = (args.head_dim, args.n_heads // args.n_kv_heads, plan.cache.page_size, plan.dtype)
     sparse = NativeSparse(args, plan.dtype) if args.sparse else None
-    return AttentionKernels(NativePrefill(*geometry), NativeDecode(*geometry), is_batch_invariant=True, sparse=sparse)
+    prefill, decode = NativePrefill(*geometry), NativeDecode(*geometry)
+    return AttentionKernels(prefill, decode, is_batch_invariant=True, sparse=sparse, paged_prefill=prefill)
 
 
 class NativePrefill:
@@ -46,24 +47,32 @@ class NativePrefill:
     def __init__(self, head_dim: int, group: int, page_size: int, dtype: str) -> None:
         library = compile_library(SOURCE, dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size)
         strided = (POINTER, SIZE)
-        arguments = (*strided * 3, POINTER, SIZE, POINTER, SIZE, SIZE, ctypes.c_int)
+        arguments = (*strided * 3, POINTER, POINTER, *strided * 2, POINTER, SIZE, SIZE, ctypes.c_int)
         self._attend = ctypes.CFUNCTYPE(None, *arguments)(("attend_chunks", library))
 
     def build_mask(self, index: PrefillMetadata) -> NativeMask:
-        """Build the lengths and positions of the chunks."""
-        chunks = [
-            (num_queries, num_keys, start, start + num_queries - num_keys)
-            for num_queries, num_keys, start in zip(index.query_lens, index.key_lens, index.starts, strict=True)
-        ]
-        return NativeMask(index.window or NO_WINDOW, torch.tensor(chunks, dtype=torch.int64))
+        """Build the lengths and positions of the chunks. Without pages all keys are given to ``attend``."""
+        numbers = zip(index.query_lens, index.key_lens, index.starts, strict=True)
+        first = [(queries, keys, start, start + queries - keys) for queries, keys, start in numbers]
+        window = index.window or NO_WINDOW
+        if index.pages_CN is None:
+            chunks = [(*chunk, chunk[-1]) for chunk in first]
+            return NativeMask(window, torch.tensor(chunks, dtype=torch.int64), torch.empty(len(chunks), 0, dtype=torch.int32))
+        chunks = [(queries, queries, start, start, oldest) for queries, _, start, oldest in first]
+        return NativeMask(window, torch.tensor(chunks, dtype=torch.int64), index.pages_CN)
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: NativeMask) -> Tensor:
         """Compute the output [T, H, d]."""
+        return self.attend_pages(q_THd, k_SGd, v_SGd, LayerCache(k_SGd, v_SGd), mask)
+
+    def attend_pages(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cached: LayerCache, mask: NativeMask) -> Tensor:
+        """Compute the output [T, H, d]; keys and values before the chunks' own are read from their pages."""
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-        inputs = [_heads_together(heads) for heads in (q_THd, k_SGd, v_SGd)]
+        inputs = [_heads_together(heads) for heads in (q_THd, k_TGd, v_TGd)]
         strided = [part for heads in inputs for part in (heads.data_ptr(), heads.stride(0))]
+        paged = (cached.k_NGd.data_ptr(), cached.v_NGd.data_ptr(), mask.pages.data_ptr(), mask.pages.shape[1])
         chunks = (mask.positions.data_ptr(), len(mask.positions))
-        self._attend(*strided, *chunks, out_THd.data_ptr(), k_SGd.shape[1], mask.window, torch.get_num_threads())
+        self._attend(*strided, *paged, *chunks, out_THd.data_ptr(), k_TGd.shape[1], mask.window, torch.get_num_threads())
         return out_THd
 
 
@@ -82,8 +91,7 @@ class NativeDecode:
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: NativeMask) -> Tensor:
         """Compute the output [B, H, d]."""
-        assert mask.pages_BN is not None
-        return self.attend_pages(q_BHd, cached, mask.positions, mask.pages_BN, mask.window)
+        return self.attend_pages(q_BHd, cached, mask.positions, mask.pages, mask.window)
 
     def attend_pages(self, q_BHd: Tensor, cached: LayerCache, positions_B: Tensor, pages_BN: Tensor, window: int) -> Tensor:
         """Attend to pages [B, N] (int32), of which the token at a position sees those of its window."""

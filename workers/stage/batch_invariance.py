@@ -109,7 +109,7 @@ class _LayerCheck:
         done: list[list[tuple[Tensor, ...]]] = [[] for _ in LENGTHS]
         for batch in _micro_batches(plan.cache, chunks):
             table.update(batch)
-            metadata = build_attention_metadata(batch, table, self.device)
+            metadata = build_attention_metadata(batch, table, self.device, self.kernels.reads_pages)
             attend = make_attend(plan.args, cache, metadata, self.kernels, batch, table)
             h_TD = torch.cat([inputs[chunk.seq_id][chunk.start : chunk.start + chunk.num_tokens] for chunk in batch.chunks])
             added = (h_TD + h_TD, None) if is_first_of_stage else (h_TD, h_TD)

@@ -179,7 +179,7 @@ class StageWorker:
             step = self._begin(batch, incoming)
             if (done := self._replay_graph(step)) is not None:
                 return self._pending_outcome(step, done)
-            metadata = build_attention_metadata(batch, self.table, self.device)
+            metadata = self._attention_metadata(batch)
             hidden_TD = self.model(*self._layer_inputs(step, metadata), step.choices.record)
             return self._finish(step, metadata, hidden_TD)
 
@@ -193,7 +193,7 @@ class StageWorker:
         permanently unavailable.
         """
         step = self._begin(batch, incoming)
-        metadata = build_attention_metadata(batch, self.table, self.device)
+        metadata = self._attention_metadata(batch)
         inputs = self._layer_inputs(step, metadata)
         layers = forward_with_remote_experts(self.model, experts, *inputs, step.choices.record, step.timer.record_usage)
         hidden_TD = yield from step.timer.exclude_waits(layers)
@@ -244,6 +244,9 @@ class StageWorker:
             return None
         assert step.incoming.hidden_TD.shape == (step.batch.num_tokens, self.plan.args.dim)
         return to_device(step.incoming.hidden_TD, self.device)
+
+    def _attention_metadata(self, batch: MicroBatch) -> AttentionMetadata:
+        return build_attention_metadata(batch, self.table, self.device, self.backend.kernels.reads_pages)
 
     def _layer_inputs(self, step: _Step, metadata: AttentionMetadata) -> tuple[Tensor, RotaryTables, Attend]:
         """Return the arguments of ``StageModel.forward``."""

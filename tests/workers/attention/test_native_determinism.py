@@ -64,7 +64,7 @@ def test_so_it_has_with_vectors_of_other_processors(
 
 
 def _through_cache(
-    kernels: AttentionKernels, prompt: tuple[Tensor, Tensor, Tensor], window: int | None, sizes: list[int]
+    kernels: AttentionKernels, prompt: tuple[Tensor, Tensor, Tensor], window: int | None, sizes: list[int], reads_pages: bool
 ) -> Tensor:
     """Outputs of a prompt that a stage computes in steps of these sizes, with a cache of its own."""
     plan = tiny_plan(tiny_args(n_layers=1, window=window), 1).stages[0]
@@ -75,7 +75,7 @@ def _through_cache(
         new = ((tuple(reversed(range(plan.cache.classes[0].ring_pages))),), SamplingParams()) if start == 0 else (((),), None)
         batch = MicroBatch(0, step, (Chunk(0, start, (0,) * size, *new, False),))
         table.update(batch)
-        attend = CachedAttention(cache, build_attention_metadata(batch, table, cpu), kernels)
+        attend = CachedAttention(cache, build_attention_metadata(batch, table, cpu, reads_pages), kernels)
         outs.append(attend(0, *(each[start : start + size] for each in prompt)))
         start += size
     return torch.cat(outs)
@@ -83,8 +83,10 @@ def _through_cache(
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_steps_through_the_cache_give_the_same_bits(window: int | None) -> None:
+    """Whether cached keys are read in place, or put together with the chunk's own."""
     kernels = native_kernels(tiny_plan(tiny_args(n_layers=1, window=window), 1).stages[0])
     prompt = inputs(NUM_TOKENS, NUM_TOKENS, (4, 2), 8, "float32")
-    whole = _through_cache(kernels, prompt, window, [NUM_TOKENS])
+    whole = _through_cache(kernels, prompt, window, [NUM_TOKENS], True)
     assert torch.equal(whole, prefill_in_chunks(prompt, [NUM_TOKENS], window))
-    assert torch.equal(_through_cache(kernels, prompt, window, [1, 30, 1, 1, 2, 150, 1, 70, 34]), whole)
+    for reads_pages in (False, True):
+        assert torch.equal(_through_cache(kernels, prompt, window, [1, 30, 1, 1, 2, 150, 1, 70, 34], reads_pages), whole)
