@@ -43,7 +43,7 @@ def _vllm(folder: Path, python: Path) -> None:
 
 def _llama_cpp(folder: Path, python: Path) -> None:
     """Build the tools, which only the source package has. The conversion of a checkpoint needs torch and transformers."""
-    _pip(folder, python, "install", "cmake", "ninja", TORCH, "transformers", "sentencepiece", "protobuf", "pyyaml")
+    _pip(folder, python, "install", "cmake", "ninja", TORCH, "transformers", "sentencepiece", "protobuf", "pyyaml", "diskcache")
     _pip(folder, python, "download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder, LLAMA_CPP)
     (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
     with tarfile.open(archive) as packed:

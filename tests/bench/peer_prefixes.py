@@ -30,9 +30,9 @@ def vllm_engine(options: argparse.Namespace) -> tuple[Generate, str]:
 
 def llama_engine(options: argparse.Namespace) -> tuple[Generate, str]:
     """Return llama-cpp-python's engine, which keeps the cache of the last sequence; its library is llama.cpp's build."""
-    (source,) = Path(sys.prefix).glob("llama_cpp_python-*")
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(source / "vendor" / "llama.cpp" / "build" / "bin")
-    sys.path.insert(0, str(source))
+    (vendor,) = Path(sys.prefix).glob("llama_cpp_python-*/vendor/llama.cpp")  # the archive of the source lies there, too
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(vendor / "build" / "bin")
+    sys.path.insert(0, str(vendor.parents[1]))
     import llama_cpp
 
     engine = llama_cpp.Llama(str(options.gguf), n_ctx=CONTEXT, n_threads=2, n_threads_batch=2, n_batch=2048, verbose=False)

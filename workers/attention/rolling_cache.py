@@ -15,6 +15,7 @@ single tokens, N pages.
 import math
 import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 
+MIN_HUGE_BYTES = 2**26  # of a tensor that gets huge pages, of 2 MiB as a rule
 MIN_KEYS = 1024  # per page table: narrower ones would not be faster, and each width has kernels of its own
 
 
@@ -188,10 +190,16 @@ class LayerCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU in pages that the system maps to memory when they are written; ``torch.zeros`` would write all."""
+    """Return zeros. On a CPU in pages that the system maps to memory when they are written; ``torch.zeros`` would write all.
+
+    Large caches get huge pages where the system has them: prefix caching writes to ever new pages, which are all to be mapped.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if len(mapped) >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
