@@ -27,11 +27,11 @@ demo: $(STAMP)  ## four prompts through two stage actors
 # of the second is shown when it ends. Ray's processes start too slowly beside tests that compute.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
 PARALLEL = --numprocesses=logical --dist=loadfile
-OTHERS = test-serve-command test-ray check
+OTHERS = test-serve-command test-ray
 test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes: a server in process, and the rest
 	@$(MAKE) --no-print-directory test-plain; plain=$$?; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
-	$(MAKE) --no-print-directory test-serve; served=$$?; \
+	$(MAKE) --no-print-directory --keep-going check test-serve; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
