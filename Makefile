@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -27,18 +27,21 @@ demo: $(STAMP)  ## four prompts through two stage actors
 # of the second is shown when it ends. Ray's processes start too slowly beside tests that compute.
 PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
 PARALLEL = --numprocesses=logical --dist=loadfile
-OTHERS = test-serve-command test-ray
-test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes: a server in process, and the rest
+OTHERS = test-serve-command test-ray-pipeline check
+test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray
 	@$(MAKE) --no-print-directory test-plain; plain=$$?; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
-	$(MAKE) --no-print-directory --keep-going check test-serve; served=$$?; \
+	$(MAKE) --no-print-directory --keep-going test-serve test-ray; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
 	$(PYTEST) -m "not ray" $(PARALLEL)
 
 test-ray: $(STAMP)
-	$(PYTEST) -m "ray and not serve" tests/cluster
+	$(PYTEST) -m "ray and not serve" tests/cluster --ignore=tests/cluster/pipeline
+
+test-ray-pipeline: $(STAMP)
+	$(PYTEST) -m "ray and not serve" tests/cluster/pipeline
 
 test-serve: $(STAMP)
 	$(PYTEST) -m serve tests/cluster

@@ -50,7 +50,7 @@ def lanes_of(makefile: str) -> list[Lane]:
     assert others is not None
     assert recipe is not None
     assert "$(OTHERS)" in recipe[1]
-    run = {*others[1].split(), *re.findall(r"\$\(MAKE\) .*?(test-[a-z-]+);", recipe[1])}
+    run = {*others[1].split(), *re.findall(r"\btest-[a-z-]+", recipe[1])}
     commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
     return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
 
@@ -100,7 +100,7 @@ def _marks(node: ast.AST) -> set[str]:
 
 def test_every_test_runs_in_exactly_one_lane() -> None:
     lanes = lanes_of(MAKEFILE)
-    assert len(lanes) == 4
+    assert len(lanes) == 5
     assert len(FILES) > 100
     assert wrong_counts(lanes, FILES) == []
 
@@ -113,16 +113,19 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
 @pytest.mark.parametrize(
     ("command", "planted"),
     [
-        ('-m "ray and not serve" tests/cluster', '-m "ray and not serve" tests/cluster/actors'),
-        ('-m "ray and not serve" tests/cluster', '-m "ray" tests/cluster'),
+        ('-m "ray and not serve" tests/cluster --', '-m "ray and not serve" tests/cluster/actors --'),
+        ('-m "ray and not serve" tests/cluster --', '-m "ray" tests/cluster --'),
+        (" tests/cluster --ignore=tests/cluster/pipeline", " tests/cluster"),
+        ('-m "ray and not serve" tests/cluster/pipeline', '-m "ray and not serve" tests/cluster/actors'),
         ("-m serve tests/cluster", "-m serve tests/cluster/serving"),
         ("-m serve tests/cluster", "-m serve"),
         ('-m "not ray"', '-m "not ray" tests/workers tests/router tests/proto'),
         ('-m "not ray"', '-m "not serve"'),
         ("-m ray --ignore=tests/cluster", "-m ray"),
         ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
-        ("OTHERS = test-serve-command test-ray", "OTHERS = test-serve-command"),
-        ("check test-serve;", "check test-plain;"),
+        ("OTHERS = test-serve-command test-ray-pipeline check", "OTHERS = test-serve-command check"),
+        ("--keep-going test-serve test-ray;", "--keep-going test-ray;"),
+        ("--keep-going test-serve test-ray;", "--keep-going test-serve;"),
         ("--no-print-directory test-plain;", "--no-print-directory check;"),
     ],
 )
