@@ -113,7 +113,7 @@ class Usage(Answer):
 
 
 class Timings(Answer):
-    """Seconds. ``cached_tokens``: those of the prompt that ``prefill_s`` has no computation of, as in the usage."""
+    """Seconds of each phase. ``cached_tokens``: those of the prompt that were not computed in ``prefill_s``, as in the usage."""
 
     ingress_s: float
     queue_s: float

@@ -233,9 +233,9 @@ void attend_tokens(const element *q, int64_t query_stride, const element *k, con
     }
 }
 
-// Chunks of several tokens, one after the other in q, and keys of theirs in k and v. chunks [num_chunks][5]: tokens, keys in k, position
-// of the first token, of the first key in k, and of the first key that the chunk sees. The keys between the last two are in pages of
-// paged_k and paged_v [rows][kv_heads][HEAD_DIM], pages [num_chunks][width] from that of the first key on.
+// Chunks of several tokens, one after the other in q, and keys of theirs in k and v. chunks [num_chunks][5]: tokens, keys in k,
+// position of the first token, of the first key in k, and of the first key that the chunk sees. The keys between the last two are
+// in pages of paged_k and paged_v [rows][kv_heads][HEAD_DIM], pages [num_chunks][width] from that of the first key on.
 void attend_chunks(const element *q, int64_t query_stride, const element *k, int64_t key_stride, const element *v,
                    int64_t value_stride, const element *paged_k, const element *paged_v, const int32_t *pages, int64_t width,
                    const int64_t (*chunks)[5], int64_t num_chunks, element *out, int64_t kv_heads, int64_t window, int threads) {
