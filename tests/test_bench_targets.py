@@ -21,7 +21,7 @@ ANSWERING = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py", "peer_p
 PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
 # A key of its rows; an option of pip; an option of guidellm.
-KEPT = {"gpu.py": ["wanted"], "peer_environments.py": ["--target"], "agreement.py": ["kind=openai_http,target="]}
+KEPT = {"gpu_rows.py": ["wanted"], "peer_environments.py": ["--target"], "agreement.py": ["kind=openai_http,target="]}
 
 
 @pytest.mark.parametrize(

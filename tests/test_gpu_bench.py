@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-BENCH = Path(__file__).parent / "bench" / "gpu.py"
+BENCH = Path(__file__).parent / "bench" / "gpu_rows.py"
 GROUPS = "logits,masks,replay,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"
 
 
@@ -45,11 +45,11 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
 
 def test_a_failed_check_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCH.parent))
-    import gpu
+    import gpu_rows
 
-    monkeypatch.setitem(gpu.CHECKS, "replay", lambda _size: iter([gpu.Check("tokens that differ", 30.0, 28.0)]))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--small", "--device", "cpu", "--only", "replay"])
-    assert gpu.main() == 1
+    monkeypatch.setitem(gpu_rows.CHECKS, "replay", lambda _size: iter([gpu_rows.Check("tokens that differ", 30.0, 28.0)]))
+    monkeypatch.setattr(sys, "argv", ["gpu_rows.py", "--small", "--device", "cpu", "--only", "replay"])
+    assert gpu_rows.main() == 1
     assert "NO" in capsys.readouterr().out
 
 
@@ -83,7 +83,7 @@ def test_rows_with_nan_count_as_different(monkeypatch: pytest.MonkeyPatch) -> No
 
     wrong_SV = torch.tensor([[1.0], [1.0], [1.0], [torch.nan], [torch.nan]])
     logits = {"cuda": (wrong_SV, wrong_SV), "cpu": (torch.ones(5, 1), torch.ones(5, 1))}
-    monkeypatch.setattr(gpu_checks, "_logits", lambda _args, device, _dtype: logits[device])
+    monkeypatch.setattr(gpu_checks, "_logits", lambda _args, device, _dtype, _drawn_on: logits[device])
     parted = [check.figure for check in gpu_checks.logits_check("cuda", True) if "differ" in check.name]
     assert parted == [pytest.approx(2 / 5)] * 2
 
@@ -101,7 +101,7 @@ def test_checks_that_fail_under_the_sanitizer_fail_it(monkeypatch: pytest.Monkey
     checks = gpu_checks.sanitizer_check()
     assert next(checks).holds == (errors == 0)
     if code:
-        with pytest.raises(RuntimeError, match=r"gpu\.py exited with status 1 under compute-sanitizer"):
+        with pytest.raises(RuntimeError, match=r"gpu_rows\.py exited with status 1 under compute-sanitizer"):
             next(checks)
     else:
         assert not [*checks]

@@ -1,161 +1,158 @@
-"""Checks of a GPU's results against the CPU, then its speed as shares of the memory wall, in one table.
+"""Checks and figures of one GPU, in parts: each is a process of its own with a time limit of its own.
 
-    python tests/bench/gpu.py [--only checks,mistral,...] [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu.py --out FOLDER [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
 
-Weights are random, generated in place at the real geometry, without a disk. One process without Ray, except for the rows of
-stages that share the GPU. A row that is not available on this machine gives the reason. ``--small --device cpu`` tries the
-program itself. If a command may only take ten minutes, run the groups one by one: checks; mistral,rolling; mixtral;
-transformers,mistral-inference; stages. Checks run first, because figures of a GPU that fails one are worthless. The exit status
-is 1 if a check fails, if a figure misses its target, or if an error ends a group.
+A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are in the order of their worth.
+``report.json`` in FOLDER is written again after each: its state, seconds, rows and the end of its output; ``log.txt`` has all
+output. ``gpu_report.py`` prints tables of such reports. Neither Ray nor a checkpoint is needed: weights are random, generated
+in place at the real geometry. ``--small --device cpu`` tries every part on a CPU. The exit status is 1 unless all parts ended well.
 """
 
 import argparse
 import json
-import logging
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+TAIL = 4000  # characters of a part's output that the report has
+MIN_SECONDS = 20  # a part with less time than this and than its limit is not started
+GPU_TESTS = (
+    "model/test_grouped_gemm_on_gpu.py",
+    "kernels/test_quantized_linear.py",
+    "kernels/test_triton_linear.py",
+    "attention/test_triton_attention.py",
+    "stage/test_row_wise_backend.py",
+    "weights/test_tensor_reader.py",
+)
+# Those that need no GPU have passed before, and Triton's interpreter does not run with every version of NumPy.
+TESTS = "gpu and not without_a_gpu and not are_not_here"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-k", TESTS)
+MACHINE = (
+    "nvidia-smi; lscpu | head -20; free -g | head -2; python3 -m pip list 2>/dev/null | grep -iE 'torch|triton|numpy|nvidia'"
+)
 
-import torch
-from gpu_checks import Check, logits_check, mask_checks, replay_check, sanitizer_check
-from gpu_invariance import invariance_checks, invariance_cost
-from gpu_peers import against_mistral_inference, against_transformers
-from gpu_pipeline import stages_on_one_gpu
-from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_sizes, quantized, rolling, walls
-from gpu_stage import UnavailableError
-from rich.console import Console
-from rich.table import Table
-from targets import COLUMNS, VERDICTS, Target, at_least, at_most, exit_status
 
-CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
-    "logits": lambda size: logits_check(size.device, size.small),
-    "masks": lambda size: mask_checks(size.device, size.small),
-    "replay": lambda size: replay_check(size.device, size.small),
-    "invariance": lambda size: invariance_checks(size.device, size.small),
-    "sanitizer": lambda _size: sanitizer_check(),
-}
-FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
-    "mistral": mistral_decode,
-    "mixtral": mixtral_decode,
-    "rolling": rolling,
-    "transformers": against_transformers,
-    "mistral-inference": against_mistral_inference,
-    "stages": stages_on_one_gpu,
-    "quantized": quantized,
-    "pages": page_sizes,
-    "invariance-cost": invariance_cost,
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program and its arguments, with the most seconds that it may take.
+
+    ``writes_rows``: it takes ``--json FILE``, ``--device`` and ``--small``. ``needs_smoke``: it is not worth its time on a GPU on
+    which that part failed.
+    """
+
+    limit_s: int
+    command: tuple[str, ...]
+    writes_rows: bool = True
+    needs_smoke: bool = True
+
+
+def _program(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, str(HERE / name), *arguments)
+
+
+def _rows(*groups: str) -> tuple[str, ...]:
+    return _program("gpu_rows.py", "--only", ",".join(groups))
+
+
+PARTS = {
+    "machine": Part(15, ("bash", "-c", MACHINE), writes_rows=False, needs_smoke=False),
+    "smoke": Part(90, _program("gpu_smoke.py"), needs_smoke=False),
+    "tests": Part(
+        120, (sys.executable, *PYTEST, *(str(HERE.parent / "workers" / name) for name in GPU_TESTS)), writes_rows=False
+    ),
+    "masks": Part(90, _rows("masks")),
+    "replay": Part(60, _rows("replay")),
+    "mistral": Part(120, _rows("mistral")),
+    "profile": Part(75, _program("gpu_kernels.py", "profile")),
+    "logits": Part(90, _rows("logits")),
+    "linear": Part(60, _program("gpu_kernels.py", "linear")),
+    "attention": Part(90, _program("gpu_kernels.py", "attention")),
+    "prefill": Part(45, _program("gpu_kernels.py", "prefill")),
+    "mixtral": Part(120, _rows("mixtral")),
+    "experts": Part(60, _program("gpu_kernels.py", "experts")),
+    "rolling": Part(75, _rows("rolling")),
+    "channels": Part(60, _program("gpu_channels.py")),
+    "transformers": Part(120, _rows("transformers")),
+    "invariance": Part(90, _rows("invariance")),
+    "invariance-cost": Part(90, _rows("invariance-cost")),
+    "quantized": Part(120, _rows("quantized")),
+    "pages": Part(90, _rows("pages")),
+    "sanitizer": Part(150, _rows("sanitizer")),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
+class Report:
+    """What became of a part: ``state`` is ok, exit N, timed out, skipped, or no time."""
 
-    name: str
-    figure: str
-    detail: str
-    target: Target | None = None
-
-    @property
-    def wanted(self) -> str:
-        return self.target.wanted if self.target else ""
-
-    @property
-    def holds(self) -> bool | None:
-        return self.target.is_met if self.target else None
-
-    def as_data(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "figure", "wanted", "holds", "detail")}
+    state: str
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] | None = None
+    tail: str = ""
 
 
 def main() -> int:
     options = _options()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")  # which kernels were chosen
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU is available; --small --device cpu tries the program on a CPU", file=sys.stderr)
-        return 2
-    size, console = Size(options.device, options.small), Console(stderr=True)
-    rows: list[Row] = []
-    for row in _rows(size, options.only):
-        console.print(f"{row.name}: {row.figure} {row.detail}")
-        rows.append(row)
-        if options.json:
-            # After every row, because the run may be interrupted.
-            options.json.write_text(json.dumps([r.as_data() for r in rows], indent=1))
-    Console(width=180).print(_table(rows, _where(size)))
-    return exit_status([row.target for row in rows if row.target])
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends_at, reports = time.monotonic() + options.budget, dict[str, Report]()
+    flags = ["--device", options.device, *(["--small"] if options.small else [])]
+    with (options.out / "log.txt").open("w") as log:
+        for name in options.parts:
+            has_smoke_failed = "smoke" in reports and reports["smoke"].state != "ok"
+            if PARTS[name].needs_smoke and has_smoke_failed:
+                reports[name] = Report("skipped")
+            else:
+                reports[name] = run_part(PARTS[name], flags, ends_at - time.monotonic(), options.out, log)
+            (options.out / "report.json").write_text(json.dumps({n: asdict(each) for n, each in reports.items()}, indent=1))
+            print(f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True)
+    return int(any(each.state != "ok" for each in reports.values()))
+
+
+def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: TextIO) -> Report:
+    """Run a part for at most its limit and ``left_s``; its process group is killed then."""
+    if left_s < min(part.limit_s, MIN_SECONDS):
+        return Report("no time")
+    rows_file = out / "rows.json"
+    rows_file.unlink(missing_ok=True)
+    command = [*part.command, *flags, "--json", str(rows_file)] if part.writes_rows else list(part.command)
+    log.write(f"\n===== {' '.join(command)}\n")
+    log.flush()
+    begins_at, began = log.tell(), time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        code = process.wait(timeout=min(part.limit_s, left_s))
+        state = "ok" if code == 0 else f"exit {code}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        state = "timed out"
+    seconds = time.monotonic() - began
+    rows = json.loads(rows_file.read_text()) if rows_file.exists() else None
+    rows_file.unlink(missing_ok=True)
+    output = Path(log.name).read_bytes()[begins_at:].decode(errors="replace")
+    return Report(state, round(seconds, 1), rows, output[-TAIL:])
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ["checks", *CHECKS, *FIGURES]  # "checks" stands for all checks
-    parser.add_argument("--only", type=lambda text: text.split(","), default=known, help=f"groups out of {', '.join(known)}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=560, metavar="SECONDS")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if unknown := set(options.only) - set(known):
-        parser.error(f"--only {', '.join(sorted(unknown))} is unknown; the groups are {', '.join(known)}")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS)}")
     return options
-
-
-def _rows(size: Size, only: list[str]) -> Iterator[Row]:
-    for name, check in CHECKS.items():
-        if name in only or "checks" in only:
-            yield from _run_group(name, lambda check=check: map(_check_row, check(size)))  # type: ignore[misc]
-    if not any(name in only for name in FIGURES):
-        return
-    wall = walls(size)
-    yield Row("copy", f"{wall.bytes_per_s / 1e12:.2f} TB/s", "bytes read and written")
-    yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "of bfloat16, 8192 x 8192 x 8192, random numbers")
-    for name, figures in FIGURES.items():
-        if name in only:
-            yield from _run_group(name, lambda figures=figures: map(_figure_row, figures(size, wall)))  # type: ignore[misc]
-
-
-def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Run one group. An exception becomes a row, so that the other groups still run."""
-    began = time.perf_counter()
-    try:
-        yield from rows()
-    except UnavailableError as error:
-        yield Row(name, "not measured", str(error))
-    except Exception as error:
-        detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        yield Row(name, "not measured", detail, at_most(name, 1, 0, "errors"))
-        logging.getLogger(__name__).exception("%s failed", name)
-    logging.getLogger(__name__).info("%s took %.0f s", name, time.perf_counter() - began)
-
-
-def _check_row(check: Check) -> Row:
-    return Row(check.name, f"{check.figure:.2g}", check.detail, Target(check.name, check.figure, "<", check.limit))
-
-
-def _figure_row(figure: Figure) -> Row:
-    is_ratio = figure.of == "1"
-    shown = f"{figure.share:.2f}" if is_ratio else f"{figure.share:.0%} of the {figure.of}"
-    unit = "" if is_ratio else "%"
-    target = None if figure.target is None else at_least(figure.name, figure.share, figure.target, unit)
-    return Row(figure.name, shown, figure.detail, target)
-
-
-def _table(rows: list[Row], title: str) -> Table:
-    table = Table(*COLUMNS, "detail", title=title)
-    for row in rows:
-        table.add_row(row.name, row.figure, row.wanted, VERDICTS[row.holds], row.detail)
-    return table
-
-
-def _where(size: Size) -> str:
-    name = torch.cuda.get_device_name() if size.device == "cuda" else "CPU"
-    note = ", small models: these figures do not describe the real ones" if size.small else ""
-    return f"{name}, torch {torch.__version__}{note}"
 
 
 if __name__ == "__main__":

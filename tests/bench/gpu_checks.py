@@ -1,4 +1,4 @@
-"""Checks that the GPU computes what the CPU does: rows of gpu.py that pass or fail."""
+"""Checks that the GPU computes what the CPU does: rows of gpu_rows.py that pass or fail."""
 
 import math
 import re
@@ -24,7 +24,9 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable, next_power_of_two
-from tramontane.workers.weights import loader
+from tramontane.workers.weights import loader, random_checkpoint
+from tramontane.workers.weights.random_checkpoint import random_pieces
+from tramontane.workers.weights.tensor_spec import TensorSpec
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, SMALL_HEADS, HEAD_DIM = (32, 8), (4, 1), 128  # of queries and of keys
@@ -63,7 +65,7 @@ def logits_check(device: str, small: bool) -> Iterator[Check]:
     dense = four_layers(small)
     sparse = replace(dense, moe=MoeArgs(8, 2), hidden_dim=dense.hidden_dim // 4)
     for name, args in (("dense", dense), ("experts", sparse)):
-        both = zip(_logits(args, device, "bfloat16"), _logits(args, "cpu", "float32"), strict=True)
+        both = zip(_logits(args, device, "bfloat16", device), _logits(args, "cpu", "float32", device), strict=True)
         for job, (out_SV, expected_SV) in zip(("prefill", "decode"), both, strict=True):
             title = f"logits, {name}, {job}: 16 bits against float32 on the CPU"
             rows = torch.tensor([relative(*row) for row in zip(out_SV, expected_SV, strict=True)])
@@ -78,14 +80,20 @@ def four_layers(small: bool) -> ModelArgs:
     return shrunk(MISTRAL_7B) if small else replace(MISTRAL_7B, n_layers=4, windows=(64, None, 64, None))
 
 
-def _logits(args: ModelArgs, device: str, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return logits of sixteen prompts of 50 tokens, and of the last of 20 decodes with tokens independent of sampling."""
-    with running(args, device, max_num_seqs=16, max_len=256, dtype=dtype) as runner:
-        if device != "cpu":  # devices have different random numbers
-            plain = patch.object(loader, "pack_linears", lambda *_: {})  # in the order in which a GPU has them
-            with plain, running(args, "cpu", max_num_seqs=1, max_len=256, dtype=dtype) as same:
-                for name, tensor in same.worker.model.state_dict().items():
-                    runner.worker.model.state_dict()[name].copy_(tensor)
+def _logits(args: ModelArgs, device: str, dtype: str, drawn_on: str) -> tuple[Tensor, Tensor]:
+    """Return logits of sixteen prompts of 50 tokens, and of the last of 20 decodes with tokens independent of sampling.
+
+    Weights are drawn on one device for all models, because devices have different random numbers and a GPU draws them fast.
+    """
+
+    def pieces(spec: TensorSpec, stored: str, _device: str) -> Iterator[Tensor]:
+        return (piece.to(device) for piece in random_pieces(spec, stored, drawn_on))
+
+    with (
+        patch.object(random_checkpoint, "random_pieces", pieces),
+        patch.object(loader, "pack_linears", lambda *_: {}),  # on CPUs: multiplied by PyTorch
+        running(args, device, max_num_seqs=16, max_len=256, dtype=dtype) as runner,
+    ):
         runner.prefill(16, 50, 1024)
         with recorded_logits(runner) as logits:
             runner.prefill(16, 50, 1024)
@@ -235,7 +243,7 @@ def sanitizer_check() -> Iterator[Check]:
     """Count the errors that compute-sanitizer finds in a small model, its masks and its CUDA graphs."""
     if shutil.which("compute-sanitizer") is None:
         raise UnavailableError("compute-sanitizer is not installed")
-    program = [sys.executable, str(Path(__file__).with_name("gpu.py")), "--small", "--only", "masks,replay"]
+    program = [sys.executable, str(Path(__file__).with_name("gpu_rows.py")), "--small", "--only", "masks,replay"]
     done = subprocess.run(["compute-sanitizer", *program], capture_output=True, text=True, check=False, timeout=400)
     if (summary := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:
         raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])

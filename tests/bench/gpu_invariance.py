@@ -1,4 +1,4 @@
-"""Batch invariance on a GPU: rows of gpu.py that compare bits, and what ``--batch-invariant`` costs."""
+"""Batch invariance on a GPU: rows of gpu_rows.py that compare bits, and what ``--batch-invariant`` costs."""
 
 import statistics
 import traceback

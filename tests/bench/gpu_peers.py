@@ -1,4 +1,4 @@
-"""Other systems with the same geometry and random weights, in the same run: rows of gpu.py."""
+"""Other systems with the same geometry and random weights, in the same run: rows of gpu_rows.py."""
 
 import statistics
 import time

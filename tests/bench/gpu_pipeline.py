@@ -1,4 +1,4 @@
-"""Stages that share one GPU, over Ray and either link, by ``tramontane bench``: rows of gpu.py."""
+"""Stages that share one GPU, over Ray and either link, by ``tramontane bench``: rows of gpu_rows.py."""
 
 import json
 import subprocess

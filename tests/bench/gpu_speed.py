@@ -1,4 +1,4 @@
-"""Speed of a GPU as shares of what its memory and its matrix products allow: rows of gpu.py with a figure."""
+"""Speed of a GPU as shares of what its memory and its matrix products allow: rows of gpu_rows.py with a figure."""
 
 import statistics
 import time

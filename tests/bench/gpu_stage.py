@@ -1,4 +1,4 @@
-"""A complete model in one stage of this process, and sequences that run through it: the engine of the rows of gpu.py."""
+"""A complete model in one stage of this process, and sequences that run through it: the engine of the rows of gpu_rows.py."""
 
 import gc
 import time
