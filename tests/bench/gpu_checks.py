@@ -23,7 +23,8 @@ from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
-from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable, next_power_of_two
+from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.stage.cuda_graphs import padded_rows
 from tramontane.workers.weights import loader, random_checkpoint
 from tramontane.workers.weights.random_checkpoint import random_pieces
 from tramontane.workers.weights.tensor_spec import TensorSpec
@@ -225,7 +226,7 @@ def replay_check(device: str, small: bool) -> Iterator[Check]:
         yield Check("CUDA graphs: logits against eager steps, at worst", worst, MAX_DIFFERENCE)
         if backend.graph_capture is not None:
             captured_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
-            missing = {next_power_of_two(batch) for batch in BATCHES} - captured_sizes
+            missing = {padded_rows(batch) for batch in BATCHES} - captured_sizes
             yield Check("CUDA graphs: sizes that could not be captured", float(len(missing)), 1.0)
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import TypeVar
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.kernel_cases import Compute, KernelCase, correctness_cases, timing_cases
+from tramontane.workers.attention.kernel_cases import Compute, KernelCase, check_writes, correctness_cases, timing_cases
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.device.native_library import CompilerError
-from tramontane.workers.device.self_test import assert_close_norm, one_line
+from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,10 @@ Clock = Callable[[Compute], float]  # returns seconds
 
 # Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
 MAX_DIFFERENCE = 2e-2
+NUM_CORRECTNESS_TOKENS = 4
 CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
-FEW_TOKENS, MANY_TOKENS = 4, 32  # on GPUs: numbers of single tokens for which different kernels may be the fastest
+# On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's fastest kernel is used.
+TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 32), (2, 8, 24)
 ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 
@@ -65,7 +68,7 @@ def select_fastest(
 @torch.inference_mode()
 def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> AttentionKernels:
     """Return these kernels. Raises ArithmeticError if they do not agree with PyTorch's attention, or whatever they raise."""
-    for case in correctness_cases(plan, device, FEW_TOKENS):
+    for case in correctness_cases(plan, device, NUM_CORRECTNESS_TOKENS):
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
         for out, expected in zip(outs, case.expected, strict=True):
             assert_close_norm(out, expected, MAX_DIFFERENCE)
@@ -79,25 +82,56 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
     """
     if device.type == "cpu":
         return _select_for_cpu(plan)
-    try:
-        # xformers is not installed on every platform.
-        from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
-    except (ImportError, OSError) as error:
-        logger.warning("attention is computed by PyTorch, because xformers cannot be imported (%s)", error)
-        return AttentionKernels(SdpaPrefill(), PagedDecode())
+    prefills, decodes = _gpu_candidates(plan)
     with torch.inference_mode():
         correctness, timing = correctness_cases(plan, device, 1), timing_cases(plan, device, 1)
-        prefill = _choose_prefill(correctness, timing, prefill_kernels(), cuda_seconds)
-        few, many = (
+        prefill = _choose_prefill(correctness, timing, prefills, cuda_seconds)
+        kernels = tuple(
             _choose_decode(
                 correctness_cases(plan, device, num_tokens),
                 timing_cases(plan, device, num_tokens),
-                decode_kernels(plan.cache.page_size, num_tokens),
+                decodes(num_tokens),
                 cuda_seconds,
             )
-            for num_tokens in (FEW_TOKENS, MANY_TOKENS)
+            for num_tokens in TIMED_TOKENS
         )
-    return AttentionKernels(prefill, BatchSizeDispatch(few, many, FEW_TOKENS))
+    needs_tables = not all(getattr(kernel, "finds_pages", False) for kernel in kernels)
+    chosen = AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS), needs_page_tables=needs_tables)
+    return _with_triton_writes(chosen, plan, device)
+
+
+def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:
+    """Return the kernels for prompts, and a function that returns those for a number of single tokens."""
+    prefills: dict[str, PrefillKernel] = {}
+    try:
+        # xformers is not installed on every platform, nor is Triton; variable-length attention needs torch's flash attention.
+        from tramontane.workers.attention.varlen_backend import VarlenPrefill
+
+        prefills["torch's varlen"] = VarlenPrefill()
+        from tramontane.workers.attention.triton_decode import split_k_kernels
+        from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
+    except (ImportError, OSError) as error:
+        logger.warning("xformers' and Triton's kernels for attention cannot be imported (%s)", error)
+        return prefills, lambda _num_tokens: {}
+    return prefills | prefill_kernels(), lambda num_tokens: {
+        **split_k_kernels(num_tokens),
+        **decode_kernels(plan.cache.page_size, num_tokens),
+    }
+
+
+def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:
+    """Return the kernels with Triton's writes to the cache, or as they are where those are not right; logs why."""
+
+    def attempt() -> AttentionKernels:
+        from tramontane.workers.attention.triton_cache import cache_rows, write_rows  # Triton is not on every platform
+
+        check_writes(plan, device, write_rows, cache_rows)
+        return replace(kernels, write=write_rows, cache_rows=cache_rows)
+
+    if reason := try_or_reason(attempt):
+        logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
+        return kernels
+    return attempt()
 
 
 @cache  # for tests, which start many equal stages in one process

@@ -4,6 +4,7 @@ Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads,
 n tokens and S keys of one sequence, K chosen keys, N rows of a cache, I heads of an indexer, i width of its queries and keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
-from tramontane.workers.attention.rolling_cache import LayerCache, RollingCache
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, RollingCache
 
 
 def causal_window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
@@ -72,6 +73,10 @@ class SparseKernels(Protocol):
         """Compute the output [T, H, d] of one layer."""
 
 
+Write = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor | None], None]  # see ``LayerCache.write``
+CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
     """Kernels of a stage: one for chunks of several tokens, one for single tokens."""
@@ -81,6 +86,9 @@ class AttentionKernels:
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
+    needs_page_tables: bool = True  # of decodes in a CUDA graph: whether the kernel depends on the width of a table
+    write: Write = LayerCache.write
+    cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
 
     @property
     def reads_pages(self) -> bool:
@@ -116,13 +124,13 @@ class CachedAttention:
             out_THd = self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
         else:
             out_THd = self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
-        cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
+        self.kernels.write(cached, index.write_rows, k_TGd, v_TGd, index.written)
         return out_THd
 
     def _decode(self, layer: int, index: DecodeMetadata, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
         """Write, then attend: the token's own key is in the cache like any other."""
         cached = self.cache.layers[layer]
-        cached.write(index.write_rows, k_BGd, v_BGd)
+        self.kernels.write(cached, index.write_rows, k_BGd, v_BGd, None)
         return self.kernels.decode.attend(q_BHd, cached, self.decode_masks[self.cache.class_of[layer]])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
+from tramontane.workers.attention.backend import CacheRows, DecodeKernel, PrefillKernel, Write
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
@@ -88,6 +88,23 @@ def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) ->
 def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
     """Return a case per window class, with so many single tokens, that shows which kernels are fast."""
     return [_case(plan, device, num_tokens, window_class.window, TIMING_KEYS) for window_class in plan.cache.classes]
+
+
+@torch.inference_mode()
+def check_writes(plan: StagePlan, device: torch.device, write: Write, cache_rows: CacheRows) -> None:
+    """Compare writes to a cache, of all tokens and of some, and the rows of positions, with PyTorch's. Raises ArithmeticError."""
+    ring = _filled_ring(None, plan.cache.page_size, 2, device)
+    slots_B, positions_B = torch.tensor([1, 0, 1], device=device), torch.tensor([0, 17, TABLE_KEYS - 1], device=device)
+    rows_B = ring.rows(slots_B, positions_B)
+    shape = (len(rows_B), plan.args.n_kv_heads, plan.args.head_dim)
+    wide_TGd = torch.randn(shape[0], 2 * shape[1], shape[2], device=device).to(getattr(torch, plan.dtype))
+    k_TGd, v_TGd = wide_TGd.chunk(2, dim=1)
+    for tokens in (None, torch.tensor([2, 0, 1], device=device)):
+        caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device) for _ in range(2)]
+        caches[0].write(rows_B, k_TGd, v_TGd, tokens)
+        write(caches[1], cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
+        if not (torch.equal(caches[0].k_NGd, caches[1].k_NGd) and torch.equal(caches[0].v_NGd, caches[1].v_NGd)):
+            raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
 
 
 def _size(device: torch.device) -> CaseSize:

@@ -182,11 +182,11 @@ class LayerCache:
         keys = F.embedding(rows, self.k_NGd.flatten(1)).view(shape)
         return keys, keys if self.values_are_keys else F.embedding(rows, self.v_NGd.flatten(1)).view(shape)
 
-    def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        """Overwrite rows [T] with keys and values."""
-        self.k_NGd.index_copy_(0, rows, k_TGd)
+    def write(self, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
+        """Overwrite rows [W] with the keys and values of these tokens, or of all."""
+        self.k_NGd.index_copy_(0, rows_W, k_TGd if tokens_W is None else k_TGd[tokens_W])
         if not self.values_are_keys:
-            self.v_NGd.index_copy_(0, rows, v_TGd)
+            self.v_NGd.index_copy_(0, rows_W, v_TGd if tokens_W is None else v_TGd[tokens_W])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

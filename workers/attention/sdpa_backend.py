@@ -4,6 +4,7 @@ Shape letters: T tokens, B single tokens, S keys of a packed row, L keys per sin
 H query heads, G key/value heads, d head_dim.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,11 +185,13 @@ class PagedDecode:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeDispatch:
-    """Decode kernel that uses one kernel for up to ``max_few`` single tokens, and another for more."""
+    """Decode kernel that uses another kernel for each number of single tokens: the first for up to ``limits[0]``, and so on.
 
-    few: DecodeKernel
-    many: DecodeKernel
-    max_few: int
+    The last one is for all larger numbers. Limits 2 and 8: one token is the first one's, 8 are the second's, 9 the third's.
+    """
+
+    kernels: tuple[DecodeKernel, ...]
+    limits: tuple[int, ...]
 
     def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         """Build the mask of the kernel for so many tokens."""
@@ -199,7 +202,7 @@ class BatchSizeDispatch:
         return self._for(len(q_BHd)).attend(q_BHd, cached, mask)
 
     def _for(self, num_tokens: int) -> DecodeKernel:
-        return self.few if num_tokens <= self.max_few else self.many
+        return self.kernels[bisect_left(self.limits, num_tokens)]
 
 
 def cpu_kernels() -> AttentionKernels:

@@ -48,6 +48,8 @@ def describe_kernel(kernel: object) -> str:
     if is_dataclass(kernel) and not isinstance(kernel, type):
         parameters = [describe_kernel(getattr(kernel, field.name)) for field in fields(kernel)]
         return f"{type(kernel).__name__}({', '.join(parameters)})"
+    if isinstance(kernel, tuple):
+        return f"({', '.join(map(describe_kernel, kernel))})"
     if isinstance(kernel, type):
         parameters = [f"{name} {getattr(kernel, name)}" for name in PARAMETERS if hasattr(kernel, name)]
         return f"{kernel.__name__}({', '.join(parameters)})"

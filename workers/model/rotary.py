@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tramontane.proto.layer_args import YarnScaling
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.kernels.fused_ops import EAGER, CosSin
 
 BLOCK_POSITIONS = 1024  # whose tables are computed at a time
 
@@ -49,7 +50,13 @@ class RotaryTables:
 MakeRotaryTables = Callable[[Tensor], RotaryTables]  # of the positions of T tokens
 
 
-def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTables:
+def rotary_tables(
+    positions_T: Tensor,
+    args: ModelArgs,
+    dtype: torch.dtype,
+    frequencies: Tensor | None = None,
+    cos_sin: CosSin = EAGER.cos_sin,
+) -> RotaryTables:
     """Return cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
 
     Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with i + d/2, and both are rotated by
@@ -58,11 +65,8 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
     """
     if frequencies is None:
         frequencies = rotary_frequencies(args).to(positions_T.device)
-    angles = positions_T.float()[:, None] * frequencies[None, :]
-    angles_Td = torch.cat((angles, angles), dim=-1)
     scaling = args.rope_scaling
-    magnitude = scaling.attention_factor if scaling else 1.0
-    cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
+    cos_Td, sin_Td = cos_sin(positions_T, frequencies, scaling.attention_factor if scaling else 1.0, dtype)
     log_position_T = torch.log1p(positions_T.float()) if args.sparse else None
     if scaling is None or not scaling.llama4_beta:
         return RotaryTables(cos_Td, sin_Td, log_position_T=log_position_T)
@@ -105,11 +109,13 @@ class RotaryCache:
         return RotaryTables(cos_Pd, sin_Pd, torch.from_numpy(scales).to(self._dtype), log_position_P)
 
 
-def make_rotary_tables(args: ModelArgs, dtype: torch.dtype, frequencies: Tensor) -> MakeRotaryTables:
+def make_rotary_tables(
+    args: ModelArgs, dtype: torch.dtype, frequencies: Tensor, cos_sin: CosSin = EAGER.cos_sin
+) -> MakeRotaryTables:
     """Return what makes tables on the device of the frequencies, which are those of the stage's model."""
     if frequencies.device.type == "cpu":
         return RotaryCache(args, dtype, frequencies).tables
-    return lambda positions_T: rotary_tables(positions_T, args, dtype, frequencies)
+    return lambda positions_T: rotary_tables(positions_T, args, dtype, frequencies, cos_sin)
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:

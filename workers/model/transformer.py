@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.kernels.fused_ops import FusedOps
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products
 from tramontane.workers.model.gate import sigmoid
@@ -131,12 +132,16 @@ class StageModel(nn.Module):
         frequencies = rotary_frequencies(self.args)
         return frequencies if self.rotary_alpha is None else frequencies.to(self.rotary_alpha.device) * self.rotary_alpha.exp()
 
+    @property
+    def fused_ops(self) -> FusedOps:
+        """The operations of all layers, see ``set_fused_ops``."""
+        return self.block(self.global_layers[-1]).attention.fused_ops
+
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last stage."""
         assert self.norm is not None
         assert self.output is not None
-        ops = self.block(self.global_layers[-1]).attention.fused_ops
-        logits_SV: Tensor = self.output(ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps))
+        logits_SV: Tensor = self.output(self.fused_ops.rms_norm(hidden_SD, self.norm.weight, self.args.norm_eps))
         return _cap(logits_SV.float(), self.args.final_logit_softcapping)
 
     def block(self, layer: int) -> TransformerBlock:

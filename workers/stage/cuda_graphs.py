@@ -1,6 +1,6 @@
 """CUDA graphs of steps of nothing but decodes: recorded once for each size and replayed, so a GPU waits for no launch.
 
-A graph has fixed shapes and fixed memory. So decodes are padded to a power of two, and page tables to the widths of
+A graph has fixed shapes and fixed memory. So decodes are padded to the sizes of ``padded_rows``, and page tables to the widths of
 ``padded_width``. What differs from step to step is copied to the same memory first: of each decode its token (or hidden
 states, in stages after the first), its sequence's slot and its position. Everything else is computed from these on the
 device.
@@ -20,7 +20,7 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
-from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
+from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.device.self_test import one_line
@@ -33,7 +33,19 @@ Compute = Callable[[], Tensor]
 # Records what a device computes; what is returned computes the same again, from what is then in the same memory. Its result is
 # overwritten by the next call, also of another recording.
 GraphCapture = Callable[[Compute], Compute]
-Size = tuple[int, tuple[int, ...]]  # decodes, and pages of a table for each window class
+Size = tuple[int, tuple[int, ...]]  # decodes, and pages of a table for each window class, 0 where kernels need no tables
+
+
+def padded_rows(num_decodes: int) -> int:
+    """Round up to a number of decodes of which there are graphs: 1, 2, 4, 8, then in steps of 8 to 64, and then in steps of 16.
+
+    3 -> 4, 9 -> 16, 33 -> 40, 65 -> 80, 129 -> 144, where a power of two would be 256. Products of matrices take as long for
+    each of the numbers between two multiples of 8.
+    """
+    if num_decodes <= 8:
+        return next_power_of_two(num_decodes)
+    step = 8 if num_decodes <= 64 else 16
+    return -(-num_decodes // step) * step
 
 
 class CudaGraphCapture:
@@ -41,6 +53,9 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever been used.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
         """Record a CUDA graph. The current stream stays what it was, also after an error.
@@ -55,16 +70,20 @@ class CudaGraphCapture:
             torch.cuda.set_stream(stream)
 
     def _capture(self, compute: Compute) -> Compute:
-        warmup_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        warmup_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warmup_stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(2):  # kernels are compiled, libraries allocate their buffers
                 compute()
-        torch.cuda.current_stream().wait_stream(warmup_stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = compute()
+        try:
+            # Other threads may use CUDA during the capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = compute()
+        except BaseException:
+            # torch 2.12 and 2.13 free the stream's workspaces with a graph, also those that other graphs use.
+            self._failed.append(graph)
+            raise
 
         def replay() -> Tensor:
             graph.replay()
@@ -76,8 +95,9 @@ class CudaGraphCapture:
 class CudaGraphRunner:
     """The CUDA graphs of one stage.
 
-    Graphs for few keys are recorded by ``prepare``, those for more keys when they are first needed. Such a step waits for all
-    work of the device, because torch synchronizes before a capture and empties its caches.
+    ``prepare`` records all of them if the attention kernel needs no page tables. Otherwise it records those for few keys, and
+    those for more keys are recorded when they are first needed: such a step waits for all work of the device, because torch
+    synchronizes before a capture and empties its caches.
     """
 
     def __init__(
@@ -93,7 +113,7 @@ class CudaGraphRunner:
         self._kernels, self._graph_capture = kernels, graph_capture
         self._device, self._dtype = next(iter(cache.layers.values())).k_NGd.device, getattr(torch, plan.dtype)
         self._frequencies = model.rotary_frequencies.to(self._device)
-        max_rows = next_power_of_two(plan.max_num_seqs)
+        max_rows = padded_rows(plan.max_num_seqs)
         self._inputs_3B = torch.zeros(3, max_rows, dtype=torch.int64, device=self._device)  # tokens, slots, positions
         num_incoming = 0 if plan.is_first else max_rows
         self._incoming_BD = torch.zeros(num_incoming, plan.args.dim, dtype=self._dtype, device=self._device)
@@ -108,12 +128,12 @@ class CudaGraphRunner:
     def prepare(self) -> None:
         """Record the sizes that every server needs: any number of decodes, of up to ``MIN_KEYS`` keys.
 
-        The largest comes first, so that the others fit into its memory. For 64 sequences these are 64, 32, ... 1.
+        The largest comes first, so that the others fit into its memory. For 64 sequences these are 64, 56, ... 8, 4, 2, 1.
         """
-        widths = tuple(padded_width([0], ring) for ring in self._table.rings)
-        num_decodes = self._inputs_3B.shape[1]
-        while num_decodes and self._record((num_decodes, widths)) is not None:
-            num_decodes //= 2
+        widths = self._widths([0])
+        for num_rows in sorted({padded_rows(n) for n in range(1, self._inputs_3B.shape[1] + 1)}, reverse=True):
+            if self._record((num_rows, widths)) is None:
+                return
 
     def run(self, batch: MicroBatch, incoming_BD: Tensor | None, on_inputs_copied: Callable[[], None]) -> Tensor | None:
         """Return hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32. ``batch`` has no chunks.
@@ -122,7 +142,7 @@ class CudaGraphRunner:
         """
         decodes = batch.decodes
         num_decodes, starts = len(decodes.seq_ids), list(decodes.starts)
-        size = (next_power_of_two(num_decodes), tuple(padded_width(starts, ring) for ring in self._table.rings))
+        size = (padded_rows(num_decodes), self._widths(starts))
         slots = [self._table.slots[seq_id] for seq_id in decodes.seq_ids]
         graph = self._graphs.get(size) or self._record(size)
         if graph is None:
@@ -132,6 +152,10 @@ class CudaGraphRunner:
             self._incoming_BD[:num_decodes] = incoming_BD
         on_inputs_copied()
         return graph()[:num_decodes].clone()  # the next replay overwrites it
+
+    def _widths(self, starts: list[int]) -> tuple[int, ...]:
+        needs_tables = self._kernels.needs_page_tables
+        return tuple(padded_width(starts, ring) if needs_tables else 0 for ring in self._table.rings)
 
     def _record(self, size: Size) -> Compute | None:
         if self._has_failed:
@@ -156,12 +180,12 @@ class CudaGraphRunner:
         num_rows, widths = size
         token_ids_B, slots_B, positions_B = self._inputs_3B[:, :num_rows]
         decode = tuple(
-            build_decode_metadata(ring, slots_B, positions_B, width, [])
+            DecodeMetadata(ring, slots_B, positions_B, self._kernels.cache_rows(ring, slots_B, positions_B), width, [])
             for ring, width in zip(self._table.rings, widths, strict=True)
         )
         metadata = AttentionMetadata(token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode)
         hidden_BD = self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]
-        rotary = rotary_tables(positions_B, self._plan.args, self._dtype, self._frequencies)
+        rotary = rotary_tables(positions_B, self._plan.args, self._dtype, self._frequencies, self._model.fused_ops.cos_sin)
         attend = CachedAttention(self._cache, metadata, self._kernels)
         is_padding_B = slots_B == self._table.rings[0].scratch_slot
         hidden_BD = self._model(hidden_BD, rotary, attend, is_padding_T=is_padding_B)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tramontane.workers.attention.autotune import (
-    FEW_TOKENS,
-    MANY_TOKENS,
+    NUM_CORRECTNESS_TOKENS,
+    TIMED_TOKENS,
     _choose_decode,
     _choose_prefill,
     select_fastest,
@@ -119,7 +119,7 @@ def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int 
     plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
-    trials, right = correctness_cases(plan, CPU, FEW_TOKENS), SdpaPrefill()
+    trials, right = correctness_cases(plan, CPU, NUM_CORRECTNESS_TOKENS), SdpaPrefill()
     assert _choose_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
     assert _choose_prefill(trials, trials, wrong, _at_once) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
@@ -130,7 +130,7 @@ def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int 
 
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("num_tokens", TIMED_TOKENS)
 def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
     """As most are while a sequence grows, with the stage's own window. Split-K gives each part as much of a table."""
     plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
@@ -160,13 +160,13 @@ def test_cases_for_cpus_are_small_and_have_several_tiles() -> None:
             assert case.decode_index.starts == [keys - 1, keys - 9]
 
 
-def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
+def test_numbers_of_tokens_have_kernels_of_their_own() -> None:
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    few, many = GatheredDecode(), PagedDecode()
-    kernel = BatchSizeDispatch(few, many, FEW_TOKENS)
-    for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
+    gathered, paged = GatheredDecode(), PagedDecode()
+    kernel = BatchSizeDispatch((gathered, paged, gathered), (2, 8))
+    for num_tokens in (1, 2, 3, 8, 9, 32):
         (trial,) = correctness_cases(plan, CPU, num_tokens)
-        assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
+        assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= 2 or num_tokens > 8)
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
 
 

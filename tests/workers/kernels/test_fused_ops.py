@@ -49,7 +49,7 @@ def test_every_operation_is_tried_and_then_used(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     assert compile_ops(tiny_args(), CPU, torch.float32) is not EAGER
-    assert calls == {"apply_rotary": 3, "silu_and_mul": 3, "rms_norm": 3, "fused_add_rms_norm": 3}
+    assert calls == {"apply_rotary": 3, "silu_and_mul": 3, "rms_norm": 3, "fused_add_rms_norm": 3, "cos_sin": 3}
 
 
 def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,46 @@
+"""Triton's decode kernel and writes to the cache: by the interpreter, compiled for a GPU that is not there, and on a GPU."""
+
+import pytest
+import torch
+from compiled_kernels import resource_usage
+from decode_checks import CHECKS
+from interpreted_checks import run_interpreted
+
+from tramontane.workers.attention.triton_decode import PARTS, VARIANTS, split_k_kernels
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_interpreted("decode_checks")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_gpu(name: str) -> None:
+    CHECKS[name]("cuda")
+
+
+def test_candidates_have_programs_for_a_gpu_and_are_few() -> None:
+    for num_tokens in (1, 4, 16, 32):
+        parts = {kernel.parts for kernel in split_k_kernels(num_tokens).values()}
+        assert len(split_k_kernels(num_tokens)) == len(parts) * len(VARIANTS)
+        assert 3 <= len(parts) <= 5
+        assert parts <= set(PARTS)
+        assert all(num_tokens * each <= 128 for each in parts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], page_size: int) -> None:
+    """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a time."""
+    block, warps, stages = variant
+    types = (*("*bf16",) * 3, *("*i64",) * 3, *("*fp32",) * 3, *("i32",) * 4, "fp32")
+    constants = (page_size, 4, 8, 128, 128, 16, block, False)
+    usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(10), warps, stages)
+    assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads

@@ -1,0 +1,180 @@
+"""Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and splits each token's keys.
+
+Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or Flash-Decoding (Dao et al., 2023).
+Each part has a softmax of its own; a second kernel combines the parts. A program needs nothing but a token's slot and position:
+it finds pages in the page ring itself, so the host prepares nothing and a CUDA graph may hold the kernel.
+
+Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, S slots, R pages of a ring,
+P parts; r queries, k keys, e elements and p parts of a program.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tramontane.workers.attention.metadata import DecodeMetadata
+from tramontane.workers.attention.rolling_cache import LayerCache
+
+VARIANTS = ((64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 2, 3))  # keys at a time, warps and stages
+PARTS = (1, 2, 4, 8, 16, 32, 64)
+NO_WINDOW = 2**30
+MIN_ROWS = 16  # of a tensor core's product; with 4 query heads for each key/value head 12 of them are empty
+LOG2_E = 1.4426950408889634
+LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and finite
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKDecode:
+    """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` of them share the keys of a token."""
+
+    block: int
+    parts: int
+    warps: int
+    stages: int
+    finds_pages: ClassVar[bool] = True  # in page rings, so there is no table whose width would matter
+
+    def build_mask(self, index: DecodeMetadata) -> DecodeMetadata:
+        """Return the index itself: the kernel needs no other mask."""
+        return index
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: DecodeMetadata) -> Tensor:
+        """Compute the output [B, H, d]."""
+        (batch, num_heads, head_dim), (k_NGd, v_NGd) = q_BHd.shape, (cached.k_NGd, cached.v_NGd)
+        if q_BHd.stride()[1:] != (head_dim, 1):  # rows of a wider tensor are read in place
+            q_BHd = q_BHd.contiguous()
+        kv_heads, out_BHd = k_NGd.shape[1], q_BHd.new_empty(batch, num_heads, head_dim)
+        parts_BHPd = q_BHd.new_empty(batch, num_heads, self.parts, head_dim, dtype=torch.float32) if self.parts > 1 else out_BHd
+        sums_2BHP = q_BHd.new_empty(2, batch, num_heads, self.parts, dtype=torch.float32)
+        ring, group, e_block = mask.ring, num_heads // kv_heads, max(int(triton.next_power_of_2(head_dim)), 16)
+        with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            _attend[batch, kv_heads, self.parts](
+                *(q_BHd, k_NGd, v_NGd, ring.pages_SR, mask.slots, mask.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
+                *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5),
+                *(ring.page_size, group, kv_heads, head_dim, e_block, max(int(triton.next_power_of_2(group)), MIN_ROWS)),
+                *(self.block, self.parts == 1),
+                num_warps=self.warps,
+                num_stages=self.stages,
+            )
+            if self.parts > 1:
+                p_block = int(triton.next_power_of_2(self.parts))
+                _combine[(batch * num_heads,)](
+                    parts_BHPd, sums_2BHP[0], sums_2BHP[1], out_BHd, self.parts, head_dim, e_block, p_block
+                )
+        return out_BHd
+
+
+def split_k_kernels(num_tokens: int) -> dict[str, SplitKDecode]:
+    """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each key/value head.
+
+    16 tokens: 1, 2, 4 and 8 parts.
+    """
+    return {
+        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(block, parts, warps, stages)
+        for block, warps, stages in VARIANTS
+        for parts in PARTS
+        if 16 <= num_tokens * parts <= 128
+    }
+
+
+@triton.jit(do_not_specialize=["ring_pages", "window", "num_parts"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    q_BHd,
+    k_NGd,
+    v_NGd,
+    pages_SR,
+    slots_B,
+    positions_B,
+    out_BHPd,
+    highest_BHP,
+    sum_BHP,
+    q_stride,
+    ring_pages,
+    window,
+    num_parts,
+    scale,
+    page_size: tl.constexpr,
+    group: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    e_block: tl.constexpr,
+    r_block: tl.constexpr,
+    k_block: tl.constexpr,
+    is_whole: tl.constexpr,
+):
+    """Attend with the queries of one token and key/value head to one part of its keys.
+
+    Blocks of 64 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to 1300, in blocks 4 to 20; each
+    part has 5 blocks, the last one the blocks 19 and 20. A part without keys has a sum of 0.
+    """
+    token, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions_B + token).to(tl.int32)
+    pages = pages_SR + tl.load(slots_B + token) * ring_pages
+    oldest = tl.maximum(position - window + 1, 0)
+    first_block = oldest // k_block
+    share = (position // k_block - first_block + num_parts) // num_parts  # blocks of a part, rounded up
+    begin = (first_block + part * share) * k_block
+    end = tl.minimum(begin + share * k_block, position + 1)
+    r = tl.arange(0, r_block)
+    e = tl.arange(0, e_block)
+    query_heads_r = (token.to(tl.int64) * kv_heads + head) * group + r
+    is_inside_re = (r < group)[:, None] & (e < head_dim)[None, :]
+    queries = q_BHd + token.to(tl.int64) * q_stride + head * group * head_dim
+    q_re = tl.load(queries + r[:, None] * head_dim + e[None, :], mask=is_inside_re, other=0.0)
+    highest_r = tl.full((r_block,), LOWEST, dtype=tl.float32)
+    sum_r = tl.zeros((r_block,), dtype=tl.float32)
+    out_re = tl.zeros((r_block, e_block), dtype=tl.float32)
+    for start in range(begin, end, k_block):
+        key_k = start + tl.arange(0, k_block)
+        is_seen_k = (key_k >= oldest) & (key_k <= position)
+        if page_size % k_block == 0:
+            row_k = tl.load(pages + start // page_size % ring_pages) * page_size + key_k % page_size
+        else:
+            page_k = tl.load(pages + key_k // page_size % ring_pages, mask=is_seen_k, other=0)
+            row_k = page_k * page_size + key_k % page_size
+        offset_ke = (row_k[:, None] * kv_heads + head) * head_dim + e[None, :]
+        is_read_ke = is_seen_k[:, None] & (e < head_dim)[None, :]
+        k_ke = tl.load(k_NGd + offset_ke, mask=is_read_ke, other=0.0)
+        v_ke = tl.load(v_NGd + offset_ke, mask=is_read_ke, other=0.0)
+        score_rk = tl.where(is_seen_k[None, :], tl.dot(q_re, tl.trans(k_ke), input_precision="ieee") * scale, LOWEST)
+        top_r = tl.maximum(highest_r, tl.max(score_rk, axis=1))
+        weight_rk = tl.where(is_seen_k[None, :], tl.exp2(score_rk - top_r[:, None]), 0.0)
+        factor_r = tl.exp2(highest_r - top_r)
+        sum_r = sum_r * factor_r + tl.sum(weight_rk, axis=1)
+        out_re = out_re * factor_r[:, None] + tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
+        highest_r = top_r
+    if is_whole:
+        out_re = (out_re / sum_r[:, None]).to(out_BHPd.dtype.element_ty)
+        tl.store(out_BHPd + query_heads_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
+    else:
+        part_r = query_heads_r * num_parts + part
+        tl.store(out_BHPd + part_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
+        tl.store(highest_BHP + part_r, highest_r, mask=r < group)
+        tl.store(sum_BHP + part_r, sum_r, mask=r < group)
+
+
+@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
+def _combine(  # type: ignore[no-untyped-def]
+    parts_BHPd,
+    highest_BHP,
+    sum_BHP,
+    out_BHd,
+    num_parts,
+    head_dim: tl.constexpr,
+    e_block: tl.constexpr,
+    p_block: tl.constexpr,
+):
+    """Add the parts of one query head, each weighted by its sum's share: exp2(highest - the highest of all)."""
+    head = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, p_block)
+    e = tl.arange(0, e_block)
+    highest_p = tl.load(highest_BHP + head * num_parts + p, mask=p < num_parts, other=LOWEST)
+    sum_p = tl.load(sum_BHP + head * num_parts + p, mask=p < num_parts, other=0.0)
+    factor_p = tl.where(sum_p > 0, tl.exp2(highest_p - tl.max(highest_p, axis=0)), 0.0)
+    is_inside_pe = (sum_p > 0)[:, None] & (e < head_dim)[None, :]
+    part_pe = tl.load(parts_BHPd + (head * num_parts + p)[:, None] * head_dim + e[None, :], mask=is_inside_pe, other=0.0)
+    out_e = tl.sum(part_pe * factor_p[:, None], axis=0) / tl.sum(sum_p * factor_p, axis=0)
+    tl.store(out_BHd + head * head_dim + e, out_e.to(out_BHd.dtype.element_ty), mask=e < head_dim)
