@@ -1,4 +1,4 @@
-"""Writes to the cache on GPUs by one Triton kernel, which torch needs two or four for, and the cache rows of positions by another.
+"""Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache rows of positions by another.
 
 Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, G key/value heads, d head_dim, S slots,
 R pages of a ring; e elements of a program.

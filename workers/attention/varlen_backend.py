@@ -4,7 +4,9 @@ Shape letters: T tokens, S keys of a packed row, C chunks, H query heads, G key/
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +18,9 @@ from tramontane.workers.attention.metadata import PrefillMetadata
 from tramontane.workers.device.pinned_memory import tensor_on
 
 # Later versions of torch ask whether query heads share keys; the first one always lets them.
-GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+attend_packed: Callable[..., Any] = (
+    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,14 @@ class VarlenPrefill:
 
     def build_mask(self, index: PrefillMetadata) -> PackedLengths:
         """Build the ends. A window of 4 is the token itself and 3 to its left; causal is 0 to its right."""
-        ends = [tensor_on([0, *accumulate(lens)], torch.int32, index.cached_rows.device) for lens in _lens(index)]
+        query_ends, key_ends = (tensor_on([0, *accumulate(lens)], torch.int32, index.cached_rows.device) for lens in _lens(index))
         window = (-1 if index.window is None else index.window - 1, 0)
-        return PackedLengths(*ends, *(max(lens) for lens in _lens(index)), window)
+        return PackedLengths(query_ends, key_ends, max(index.query_lens), max(index.key_lens), window)
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PackedLengths) -> Tensor:
         """Compute the output [T, H, d]. Queries are aligned with the last keys of their chunk."""
-        sizes: tuple[Any, ...] = (mask.query_ends, mask.key_ends, mask.max_queries, mask.max_keys)
-        out_THd = varlen_attn(q_THd, k_SGd, v_SGd, *sizes, window_size=mask.window, **GQA)
-        assert isinstance(out_THd, Tensor)
+        sizes = (mask.query_ends, mask.key_ends, mask.max_queries, mask.max_keys)
+        out_THd: Tensor = attend_packed(q_THd, k_SGd, v_SGd, *sizes, window_size=mask.window)
         return out_THd
 
 

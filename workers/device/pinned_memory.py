@@ -23,7 +23,7 @@ class PinnedTransfer:
         target.copy_(source, non_blocking=True)
 
     def record(self, device: torch.device) -> Callable[[], None]:
-        """Return a function that blocks until all work queued on the device so far is done; the thread spins as ``DeviceEvent``'s."""
+        """Return a function that blocks until all work queued on the device so far is done; the thread spins, see ``DeviceEvent``."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
