@@ -79,8 +79,8 @@ class StageWorker:
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         set_fused_ops(model, self.backend.fused_ops)
-        frequencies = model.rotary_frequencies.to(self.device)
-        self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, self.backend.fused_ops.cos_sin)
+        cos_sin, frequencies = self.backend.fused_ops.cos_sin, model.rotary_frequencies.to(self.device)
+        self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
         self.graphs = self._graph_runner()
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
@@ -159,8 +159,7 @@ class StageWorker:
 
     def request_ids_of(self, batch: MicroBatch) -> list[str]:
         """Return the known request ids of a micro-batch, for logs. The step need not have begun."""
-        new = {chunk.seq_id: chunk.request_id for chunk in batch.chunks if chunk.request_id}
-        known = self.table.request_ids | new
+        known = self.table.request_ids | {chunk.seq_id: chunk.request_id for chunk in batch.chunks if chunk.request_id}
         return [known[seq_id] for seq_id in batch.seq_ids if seq_id in known]
 
     def check_order(self, batch: MicroBatch) -> None:
