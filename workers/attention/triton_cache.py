@@ -42,7 +42,7 @@ def _write(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     has_tokens: tl.constexpr,
     writes_values: tl.constexpr,
 ):
-    """Write one token. Tokens 3 and 4 of a row to cache rows 70 and 71, 8 heads of 128: element 71680 of the cache is the first."""
+    """Write one token. To cache row 70, with 8 heads of 128: elements 71680 to 72703 of the cache."""
     written = tl.program_id(0).to(tl.int64)
     token = written
     if has_tokens:

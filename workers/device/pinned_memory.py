@@ -23,7 +23,7 @@ class PinnedTransfer:
         target.copy_(source, non_blocking=True)
 
     def record(self, device: torch.device) -> Callable[[], None]:
-        """Return a function that blocks until all work queued on the device so far is done; the thread spins, see ``DeviceEvent``."""
+        """Return a function that blocks until all work queued on the device so far is done; it spins, see ``DeviceEvent``."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
@@ -76,3 +76,15 @@ def tensor_on(
 ) -> Tensor:
     """Return a tensor of these numbers on the device, without waiting for it."""
     return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def fill(target: Tensor, values: Sequence[Sequence[int]]) -> None:
+    """Overwrite a tensor with these numbers, without waiting for its device."""
+    source = torch.tensor(values, dtype=target.dtype)
+    if target.device.type == "cpu":
+        target.copy_(source)
+        return
+    transfer = PinnedTransfer()
+    pinned = transfer.empty_pinned(source.shape, source.dtype)
+    pinned.copy_(source)
+    transfer.copy(target, pinned)

@@ -22,7 +22,7 @@ from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
-from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.device.pinned_memory import fill
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
@@ -114,7 +114,8 @@ class CudaGraphRunner:
         self._device, self._dtype = next(iter(cache.layers.values())).k_NGd.device, getattr(torch, plan.dtype)
         self._frequencies = model.rotary_frequencies.to(self._device)
         max_rows = padded_rows(plan.max_num_seqs)
-        self._inputs_3B = torch.zeros(3, max_rows, dtype=torch.int64, device=self._device)  # tokens, slots, positions
+        self._max_rows = max_rows
+        self._inputs: dict[int, Tensor] = {}  # [3, B] of tokens, slots and positions, by B
         num_incoming = 0 if plan.is_first else max_rows
         self._incoming_BD = torch.zeros(num_incoming, plan.args.dim, dtype=self._dtype, device=self._device)
         self._graphs: dict[Size, Compute] = {}
@@ -131,7 +132,7 @@ class CudaGraphRunner:
         The largest comes first, so that the others fit into its memory. For 64 sequences these are 64, 56, ... 8, 4, 2, 1.
         """
         widths = self._widths([0])
-        for num_rows in sorted({padded_rows(n) for n in range(1, self._inputs_3B.shape[1] + 1)}, reverse=True):
+        for num_rows in sorted({padded_rows(n) for n in range(1, self._max_rows + 1)}, reverse=True):
             if self._record((num_rows, widths)) is None:
                 return
 
@@ -174,11 +175,13 @@ class CudaGraphRunner:
     def _copy_inputs(self, num_rows: int, inputs: list[list[int]]) -> None:
         padding = (0, self._table.rings[0].scratch_slot, 0)
         padded = [row + [fill] * (num_rows - len(row)) for row, fill in zip(inputs, padding, strict=True)]
-        self._inputs_3B[:, :num_rows] = tensor_on(padded, torch.int64, self._device)
+        if num_rows not in self._inputs:
+            self._inputs[num_rows] = torch.zeros(3, num_rows, dtype=torch.int64, device=self._device)
+        fill(self._inputs[num_rows], padded)
 
     def _compute(self, size: Size) -> Tensor:
         num_rows, widths = size
-        token_ids_B, slots_B, positions_B = self._inputs_3B[:, :num_rows]
+        token_ids_B, slots_B, positions_B = self._inputs[num_rows]
         decode = tuple(
             DecodeMetadata(ring, slots_B, positions_B, self._kernels.cache_rows(ring, slots_B, positions_B), width, [])
             for ring, width in zip(self._table.rings, widths, strict=True)
