@@ -6,6 +6,7 @@ notifies the receiver. The receiver has its GPU wait for the event, copies, reco
 Shape letters: N bytes.
 """
 
+import atexit
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -20,6 +21,7 @@ from tramontane.workers.links.control_socket import ControlSocket
 NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # CUDA places smaller allocations in one block, and would share the whole block
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
+EXIT_TIMEOUT_S = 5.0  # for which the exit of the process waits for a thread that releases memory
 
 
 class SharedMemory(Protocol):
@@ -92,6 +94,7 @@ class _IpcChannel:
         self._slots: list[SharedMemory | None] = [None] * NUM_SLOTS
         self._num_done = 0  # tensors that were sent or received
         self._lock = threading.Lock()
+        self._native_lock = threading.Lock()  # of the thread that releases memory, while it is in torch or CUDA
         self._own: list[SharedEvent | SharedMemory] = []
         self._opened: list[SharedEvent | SharedMemory] = []
         self._events: list[SharedEvent] = []
@@ -114,6 +117,7 @@ class _IpcChannel:
         """See ``Channel``. Memory is released by a thread, once the neighbor has closed its end."""
         self._control.close()
         if self._control.claim_teardown():
+            atexit.register(self._hold_release)
             threading.Thread(target=self._wait_for_peer_release, name="channel-close", daemon=True).start()
 
     def free(self) -> None:
@@ -123,7 +127,7 @@ class _IpcChannel:
     def _wait_for_peer_release(self) -> None:
         """Close what the neighbor shares and notify it; free our own memory once the neighbor has closed it or is dead."""
         try:
-            with self._lock:
+            with self._native_lock, self._lock:
                 for event in self._events:
                     event.synchronize()
                 self._slots = [None] * NUM_SLOTS
@@ -131,7 +135,17 @@ class _IpcChannel:
         finally:
             self._control.shutdown_write()
             self._control.wait_peer_closed()
-            _close(self._own)
+            with self._native_lock:
+                _close(self._own)
+            atexit.unregister(self._hold_release)
+
+    def _hold_release(self) -> None:
+        """Keep the thread that releases memory out of torch and CUDA from now on, as the process exits.
+
+        Python ends such a thread where it next takes the interpreter's lock. Within torch this unwinds functions that may not
+        throw, and the C++ runtime aborts the process ("terminate called without an active exception").
+        """
+        self._native_lock.acquire(timeout=EXIT_TIMEOUT_S)
 
 
 class IpcSender(_IpcChannel):
