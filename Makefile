@@ -127,7 +127,7 @@ bench-prefixes: $(STAMP)  ## prefix caching against none, and a chat against oth
 bench-link: $(STAMP)  ## a hop between stages, and the throughput of four stages, over either link
 	$(BIN)/python tests/bench/link.py
 
-bench-gpu: $(STAMP)  ## a GPU's results against the CPU's, then its speed as shares of the memory wall
+bench-gpu: $(STAMP)  ## the checks and figures of a GPU in parts: results against the CPU, then speed against the memory wall
 	$(BIN)/python tests/bench/gpu.py
 
 bench-experts: $(STAMP)  ## expert actors against experts in the stages, and ping-pong over a slow link

@@ -19,7 +19,7 @@ import torch
 
 BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {path.stem for path in BENCH.glob("*.py") if "if __name__ ==" in path.read_text() and "peer_" not in path.name}
-WITHOUT_TARGETS = {"arithmetic", "expert_products", "scheduling"}
+WITHOUT_TARGETS = {"arithmetic", "expert_products", "gpu_kernels", "gpu_report", "scheduling"}
 
 Patches = dict[str, Any]  # by the name in the program
 
@@ -287,7 +287,32 @@ def _loading_gpu(_bench: Any, extra: int = 512) -> Patches:  # noqa: ANN401
     return {"loading_gpu.run": _returns(figures), "torch.cuda.is_available": _returns(True)}
 
 
-def _gpu(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0) -> Patches:  # noqa: ANN401
+def _gpu(bench: Any, **states: str) -> Patches:  # noqa: ANN401
+    return {"run_parts": _returns({name: bench.Report(states.get(name, "ok")) for name in ("smoke", "masks", "mistral")})}
+
+
+def _gpu_smoke(bench: Any, failed: int = 0) -> Patches:  # noqa: ANN401
+    def run(_device: object) -> object:
+        assert not failed, "no GPU was found"
+        return "found"
+
+    return {"ANYWHERE": {"CUDA": run, "a CUDA graph": _returns("found")}}
+
+
+def _gpu_channels(_bench: Any, wrong: int = 0, exit_code: int = 0) -> Patches:  # noqa: ANN401
+    pipe = SimpleNamespace(recv=_returns("an address"), close=_returns(None))
+    process = SimpleNamespace(start=_returns(None), join=_returns(None), exitcode=exit_code)
+    context = SimpleNamespace(Pipe=_returns((pipe, pipe)), Process=_returns(process))
+    factory = SimpleNamespace(connect=_returns(SimpleNamespace(close=_returns(None))))
+    rows = [{"what": "hop", "wrong": 0}, {"what": "stream", "wrong": wrong}]
+    return {
+        "multiprocessing": SimpleNamespace(get_context=_returns(context)),
+        "channel_factory_for": _returns(factory),
+        "receive": _returns(rows),
+    }
+
+
+def _gpu_rows(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0) -> Patches:  # noqa: ANN401
     def group(*_: object) -> Iterator[Any]:
         yield bench.Figure("decode", share, "memory wall", 0.75, "")
         yield bench.Figure("no target", 0.1, "1", None, "")
@@ -370,8 +395,11 @@ CASES = {
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
-    "gpu": Case(
-        _gpu,
+    "gpu": Case(_gpu, [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}], has_json=False),
+    "gpu_smoke": Case(_gpu_smoke, [{"failed": 1}], ["--device", "cpu"], has_json=False),
+    "gpu_channels": Case(_gpu_channels, [{"wrong": 1}, {"exit_code": -6}], ["--device", "cpu"], has_json=False),
+    "gpu_rows": Case(
+        _gpu_rows,
         [{"checked": 0.02}, {"checked": float("nan")}, {"share": 0.74}, {"share": float("nan")}, {"error": 1}],
         ["--device", "cpu"],
         has_json=False,

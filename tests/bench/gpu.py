@@ -1,11 +1,14 @@
 """Checks and figures of one GPU, in parts: each is a process of its own with a time limit of its own.
 
-    python tests/bench/gpu.py --out FOLDER [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
+    python tests/bench/gpu.py [--out FOLDER] [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
 
 A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are in the order of their worth.
-``report.json`` in FOLDER is written again after each: its state, seconds, rows and the end of its output; ``log.txt`` has all
-output. ``gpu_report.py`` prints tables of such reports. Neither Ray nor a checkpoint is needed: weights are random, generated
-in place at the real geometry. ``--small --device cpu`` tries every part on a CPU. The exit status is 1 unless all parts ended well.
+``report.json`` in FOLDER (.bench/gpu) is written again after each: its state, seconds, rows and the end of its output;
+``log.txt`` has all output. ``gpu_report.py`` prints tables of such reports. Neither Ray nor a checkpoint is needed: weights are
+random, generated in place at the real geometry. ``--small --device cpu`` tries every part on a CPU.
+
+A part of which a figure misses its target, and which is right in all else, has the state "missed" and not "failed". The exit
+status is 1 unless every part is "ok".
 """
 
 import argparse
@@ -16,11 +19,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from targets import exit_status, none_of
+
 HERE = Path(__file__).parent
+OUT = HERE.parents[1] / ".bench" / "gpu"
 TAIL = 4000  # characters of a part's output that the report has
 MIN_SECONDS = 20  # a part with less time than this and than its limit is not started
 GPU_TESTS = (
@@ -34,9 +43,10 @@ GPU_TESTS = (
 # Those that need no GPU have passed before, and Triton's interpreter does not run with every version of NumPy.
 TESTS = "gpu and not without_a_gpu and not are_not_here"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-k", TESTS)
-MACHINE = (
-    "nvidia-smi; lscpu | head -20; free -g | head -2; python3 -m pip list 2>/dev/null | grep -iE 'torch|triton|numpy|nvidia'"
-)
+MACHINE = f"""
+nvidia-smi; lscpu | head -20; free -g | head -2; {sys.executable} --version
+{sys.executable} -m pip list 2>/dev/null | grep -iE 'torch|triton|numpy|nvidia'; git log -1 --oneline || true
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ PARTS = {
     "attention": Part(90, _program("gpu_kernels.py", "attention")),
     "prefill": Part(45, _program("gpu_kernels.py", "prefill")),
     "mixtral": Part(120, _rows("mixtral")),
+    "host": Part(60, _program("gpu_kernels.py", "host")),
     "experts": Part(60, _program("gpu_kernels.py", "experts")),
     "rolling": Part(75, _rows("rolling")),
     "channels": Part(60, _program("gpu_channels.py")),
@@ -90,7 +101,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a part: ``state`` is ok, exit N, timed out, skipped, or no time."""
+    """What became of a part: ``state`` is ok, missed, failed, exit N, timed out, skipped, or no time."""
 
     state: str
     seconds: float = 0.0
@@ -100,23 +111,32 @@ class Report:
 
 def main() -> int:
     options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    ends_at, reports = time.monotonic() + options.budget, dict[str, Report]()
     flags = ["--device", options.device, *(["--small"] if options.small else [])]
-    with (options.out / "log.txt").open("w") as log:
-        for name in options.parts:
+    reports = run_parts(options.parts, flags, options.budget, options.out)
+    return exit_status([none_of("parts that are not ok", [name for name, each in reports.items() if each.state != "ok"])])
+
+
+def run_parts(names: Sequence[str], flags: Sequence[str], budget_s: float, out: Path) -> dict[str, Report]:
+    """Run parts in their order; ``out`` has what is known after each."""
+    out.mkdir(parents=True, exist_ok=True)
+    ends_at, reports = time.monotonic() + budget_s, dict[str, Report]()
+    with (out / "log.txt").open("w") as log:
+        for name in names:
             has_smoke_failed = "smoke" in reports and reports["smoke"].state != "ok"
             if PARTS[name].needs_smoke and has_smoke_failed:
                 reports[name] = Report("skipped")
             else:
-                reports[name] = run_part(PARTS[name], flags, ends_at - time.monotonic(), options.out, log)
-            (options.out / "report.json").write_text(json.dumps({n: asdict(each) for n, each in reports.items()}, indent=1))
+                reports[name] = run_part(PARTS[name], flags, ends_at - time.monotonic(), out, log)
+            (out / "report.json").write_text(json.dumps({n: asdict(each) for n, each in reports.items()}, indent=1))
             print(f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True)
-    return int(any(each.state != "ok" for each in reports.values()))
+    return reports
 
 
 def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: TextIO) -> Report:
-    """Run a part for at most its limit and ``left_s``; its process group is killed then."""
+    """Run a part for at most its limit and ``left_s``.
+
+    Then its process group is killed in any case, so that nothing of it stays on the GPU.
+    """
     if left_s < min(part.limit_s, MIN_SECONDS):
         return Report("no time")
     rows_file = out / "rows.json"
@@ -124,27 +144,46 @@ def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: Te
     command = [*part.command, *flags, "--json", str(rows_file)] if part.writes_rows else list(part.command)
     log.write(f"\n===== {' '.join(command)}\n")
     log.flush()
-    begins_at, began = log.tell(), time.monotonic()
+    begins_at, began = os.fstat(log.fileno()).st_size, time.monotonic()
     process = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
     )
-    try:
+    code: int | None = None  # if it is killed
+    with suppress(subprocess.TimeoutExpired):
         code = process.wait(timeout=min(part.limit_s, left_s))
-        state = "ok" if code == 0 else f"exit {code}"
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        state = "timed out"
-    seconds = time.monotonic() - began
-    rows = json.loads(rows_file.read_text()) if rows_file.exists() else None
+    process.wait()
+    seconds, rows = time.monotonic() - began, _read(rows_file)
     rows_file.unlink(missing_ok=True)
     output = Path(log.name).read_bytes()[begins_at:].decode(errors="replace")
-    return Report(state, round(seconds, 1), rows, output[-TAIL:])
+    return Report(state_of(code, rows or []), round(seconds, 1), rows, output[-TAIL:])
+
+
+def _read(rows_file: Path) -> list[dict[str, Any]] | None:
+    """Return the rows so far, or None if there are none, also where a part was killed while it wrote them."""
+    with suppress(FileNotFoundError, ValueError):
+        rows: list[dict[str, Any]] = json.loads(rows_file.read_text())
+        return rows
+    return None
+
+
+def state_of(code: int | None, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the state of a part by its exit status, None if it was killed, and by its rows.
+
+    The limits of figures are "at least", those of checks "<" and those of errors "at most".
+    """
+    if code is None:
+        return "timed out"
+    limits = [str(row.get("wanted", "")) for row in rows if row.get("holds") is False]
+    if code == 1 and limits:
+        return "missed" if all(limit.startswith("at least") for limit in limits) else "failed"
+    return "ok" if code == 0 else f"exit {code}"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
     parser.add_argument("--budget", type=float, default=560, metavar="SECONDS")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

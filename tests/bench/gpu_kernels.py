@@ -1,32 +1,39 @@
 """Times of single kernels on a GPU, and profiles of steps: what one needs to know to make steps faster elsewhere.
 
-    python tests/bench/gpu_kernels.py linear|attention|prefill|experts|profile [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu_kernels.py linear|attention|prefill|experts|profile|host [--device cuda] [--small] [--json FILE]
 
-All times are of CUDA graphs over buffers that no cache holds together; microseconds are medians. ``tb_per_s`` counts the bytes
-that have to be read once.
+Times of kernels are of CUDA graphs over buffers that no cache holds together; microseconds are medians. ``tb_per_s`` counts the
+bytes that have to be read once. ``profile`` adds up the kernels of steps, ``host`` the Python functions of decode steps.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, running, shrunk
+from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, StepTimes, running, shrunk
+from targets import exit_status
 from torch import Tensor
 from torch.nn import functional as F
+
+from tramontane.proto.model_args import ModelArgs
 
 Compute = Callable[[], object]
 DTYPE = torch.bfloat16
 OUT_OF_CACHE = 2**28  # bytes of all buffers that alternate; the GPUs meant have 50 to 60 MB of cache
 ROUNDS = 12
+NUM_FUNCTIONS = 25  # of the host, those with the largest own time
 
 
 @dataclass(slots=True)
@@ -93,12 +100,12 @@ def linear(rows: Rows) -> None:
         weights = [rows.random(n, k) * k**-0.5 for _ in range(max(OUT_OF_CACHE // (2 * n * k), 3) if not rows.small else 3)]
         for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x_mk = rows.random(m, k)
-            _add_product(rows, "F.linear", (m, n, k), [lambda w=w: F.linear(x_mk, w) for w in weights])  # type: ignore[misc]
+            _add_product(rows, "F.linear", (m, n, k), [partial(F.linear, x_mk, w) for w in weights])
             if m <= 4 and rows.device != "cpu":
                 ends = torch.full((1,), m, dtype=torch.int32, device=rows.device)
-                _add_product(rows, "down_gemv", (m, n, k), [lambda w=w: down_gemv(x_mk, w[None], ends) for w in weights])  # type: ignore[misc]
+                _add_product(rows, "down_gemv", (m, n, k), [partial(down_gemv, x_mk, w[None], ends) for w in weights])
                 if n == 28672:
-                    gated = [lambda w=w: gate_up_gemv(x_mk, w[None], ends) for w in weights]  # type: ignore[misc]
+                    gated = [partial(gate_up_gemv, x_mk, w[None], ends) for w in weights]
                     _add_product(rows, "gate_up_gemv (with silu)", (m, n, k), gated)
 
 
@@ -110,73 +117,80 @@ def _add_product(rows: Rows, what: str, shape: tuple[int, int, int], calls: Sequ
 
 def attention(rows: Rows) -> None:
     """Time split-K decode kernels by page size, block, parts, stages and warps."""
+    if rows.device == "cpu":  # these kernels are for GPUs
+        return
+    for batch, keys in ((1, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000)):
+        for page, block in ((16, 16), (64, 64), (128, 128)):
+            _add_split_k(rows, batch, keys, page, block)
+
+
+def _add_split_k(rows: Rows, batch: int, keys: int, page: int, block: int) -> None:
     from xformers.ops.fmha import triton_splitk
 
     from tramontane.workers.attention.rolling_cache import PageTable
     from tramontane.workers.attention.xformers_backend import attend, paged_mask
 
-    if rows.device == "cpu":  # these kernels are for GPUs
-        return
-    for batch, keys in ((1, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000)):
-        for page, block in ((16, 16), (64, 64), (128, 128)):
-            width = -(-keys // page) * 5 // 4 + 1
-            pages = torch.randperm(batch * width, device=rows.device).int().view(batch, width)
-            k_NGd, v_NGd = (rows.random(batch * width * page, 8, 128) for _ in range(2))
-            q_BHd = rows.random(batch, 32, 128)
-            zeros, ends = (torch.full((batch,), n, dtype=torch.int32, device=rows.device) for n in (0, keys))
-            mask = paged_mask(PageTable(pages, zeros, ends), page)
-            for parts in (1, 4, 8, 16, 32, 64) if batch <= 8 else (1, 2, 4, 8):
-                for stages, warps in ((1, 2), (3, 2), (2, 4)):
-                    sizes = {"BLOCK_N": block, "SPLIT_K": parts, "NUM_STAGES": stages, "NUM_WARPS": warps}
-                    operator = type("SplitK", (triton_splitk.FwOp,), sizes)
-                    case = {"what": "split-K", "batch": batch, "keys": keys, "page": page, **sizes}
-                    try:
-                        took = rows.us([lambda o=operator: attend(q_BHd, k_NGd, v_NGd, mask, o)] * 4)  # type: ignore[misc]
-                    except Exception as error:  # kernels refuse sizes with errors of any kind
-                        rows.add(**case, error=str(error)[:80])
-                        continue
-                    rows.add(**case, us=took, tb_per_s=batch * keys * 4096 / took / 1e6)
+    width = -(-keys // page) * 5 // 4 + 1
+    pages = torch.randperm(batch * width, device=rows.device).int().view(batch, width)
+    k_NGd, v_NGd = (rows.random(batch * width * page, 8, 128) for _ in range(2))
+    q_BHd = rows.random(batch, 32, 128)
+    zeros, ends = (torch.full((batch,), n, dtype=torch.int32, device=rows.device) for n in (0, keys))
+    mask = paged_mask(PageTable(pages, zeros, ends), page)
+    for parts in (1, 4, 8, 16, 32, 64) if batch <= 8 else (1, 2, 4, 8):
+        for stages, warps in ((1, 2), (3, 2), (2, 4)):
+            sizes = {"BLOCK_N": block, "SPLIT_K": parts, "NUM_STAGES": stages, "NUM_WARPS": warps}
+            operator = type("SplitK", (triton_splitk.FwOp,), sizes)
+            case = {"what": "split-K", "batch": batch, "keys": keys, "page": page, **sizes}
+            call = partial(attend, q_BHd, k_NGd, v_NGd, mask, operator)
+            _add_or_error(rows, case, call, "tb_per_s", batch * keys * 4096)
+
+
+def _add_or_error(rows: Rows, case: dict[str, object], call: Compute, rate: str, amount: float) -> None:
+    """Add a row with ``amount`` per microsecond, in units of 10**12 per second, as ``rate``."""
+    try:
+        took = rows.us([call] * 4)
+    except Exception as error:  # kernels refuse sizes with errors of any kind
+        rows.add(**case, error=str(error)[:80])
+    else:
+        rows.add(**case, us=took, **{rate: amount / took / 1e6})
 
 
 def prefill(rows: Rows) -> None:
     """Time attention of one long prompt by torch's own kernels and by xformers'."""
+    if rows.device == "cpu":  # as above
+        return
+    for tokens, window in ((2048, None), (8192, 4096), (8192, None)):
+        qkv = [rows.random(tokens, heads, 128) for heads in (32, 8, 8)]
+        seen = min(window or tokens, tokens)
+        flops = 4 * 32 * 128 * (seen * (seen + 1) // 2 + (tokens - seen) * seen)
+        for name, call in _prefill_calls(qkv, tokens, window).items():
+            _add_or_error(rows, {"what": name, "tokens": tokens, "window": window}, call, "tflops", flops)
+
+
+def _prefill_calls(qkv: Sequence[Tensor], tokens: int, window: int | None) -> dict[str, Compute]:
+    """Return the ways to attend from a prompt of ``tokens`` to itself."""
     from torch.nn.attention.varlen import varlen_attn
 
     from tramontane.workers.attention.metadata import PrefillMetadata
     from tramontane.workers.attention.xformers_backend import prefill_kernels
 
-    if rows.device == "cpu":  # as above
-        return
-    none = torch.empty(0, dtype=torch.int64, device=rows.device)
-    for tokens, window in ((2048, None), (8192, 4096), (8192, None)):
-        q, k, v = (rows.random(tokens, heads, 128) for heads in (32, 8, 8))
-        ends = torch.tensor([0, tokens], dtype=torch.int32, device=rows.device)
+    device = qkv[0].device
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    index = PrefillMetadata(window, (tokens,), (tokens,), (0,), none, none, none, none)
+
+    def attend_varlen(q: Tensor, k: Tensor, v: Tensor) -> object:
         sizes = (window - 1, 0) if window else (-1, 0)
-        seen = min(window or tokens, tokens)
-        flops = 4 * 32 * 128 * (seen * (seen + 1) // 2 + (tokens - seen) * seen)
-        index = PrefillMetadata(window, (tokens,), (tokens,), (0,), none, none, none, none)
-        calls: dict[str, Compute] = {
-            "varlen_attn": lambda: varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=sizes),  # noqa: B023
-            "varlen_attn, keys repeated": lambda: varlen_attn(  # noqa: B023
-                q,
-                *(x.repeat_interleave(4, 1) for x in (k, v)),
-                ends,
-                ends,
-                tokens,
-                tokens,
-                window_size=sizes,  # noqa: B023
-            ),
-        }
-        for name, kernel in prefill_kernels().items():
-            calls[name] = lambda kernel=kernel, mask=kernel.build_mask(index): kernel.attend(q, k, v, mask)  # type: ignore[misc]  # noqa: B023
-        for name, call in calls.items():
-            case = {"what": name, "tokens": tokens, "window": window}
-            try:
-                took = rows.us([call] * 4)
-            except Exception as error:  # as above
-                rows.add(**case, error=str(error)[:80])
-                continue
-            rows.add(**case, us=took, tflops=flops / took / 1e6)
+        return varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=sizes)
+
+    def attend_repeated(q: Tensor, k: Tensor, v: Tensor) -> object:
+        return attend_varlen(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+
+    calls: dict[str, Compute] = {
+        "varlen_attn": partial(attend_varlen, *qkv),
+        "varlen_attn, keys repeated": partial(attend_repeated, *qkv),
+    }
+    return calls | {name: partial(kernel.attend, *qkv, kernel.build_mask(index)) for name, kernel in prefill_kernels().items()}
 
 
 def experts(rows: Rows) -> None:
@@ -190,9 +204,9 @@ def experts(rows: Rows) -> None:
         groups = torch.randint(0, 8, (num_rows,), generator=generator).bincount(minlength=8)
         ends_E, touched = groups.cumsum(0).int().to(rows.device), int((groups > 0).sum())
         x_CD, num_bytes = rows.random(num_rows, dim), touched * 6 * hidden * dim
-        calls = {"grouped": [lambda s=s: s.run(x_CD, ends_E) for s in stacks]}  # type: ignore[misc]  # noqa: B023
+        calls = {"grouped": [partial(stack.run, x_CD, ends_E) for stack in stacks]}
         if rows.device != "cpu":
-            calls["row by row"] = [lambda s=s: s.run_small_batch(x_CD, ends_E) for s in stacks]  # type: ignore[misc]  # noqa: B023
+            calls["row by row"] = [partial(stack.run_small_batch, x_CD, ends_E) for stack in stacks]
         for name, each in calls.items():
             took = rows.us(each * 2)
             rows.add(what=name, rows=num_rows, experts=touched, us=took, tb_per_s=num_bytes / took / 1e6)
@@ -205,16 +219,14 @@ def profile(rows: Rows) -> None:
 
     kinds = [ProfilerActivity.CPU] if rows.device == "cpu" else [ProfilerActivity.CUDA, ProfilerActivity.CPU]
     for name, whole in (("Mistral 7B", MISTRAL_7B), ("Mixtral 8x7B", MIXTRAL_8X7B)):
-        args = replace(whole, n_layers=8, windows=whole.windows[:8])
-        args = shrunk(args) if rows.small else args
+        args = _first_layers(rows, whole, 8)
         with running(args, rows.device, max_num_seqs=64, max_len=rows.size(2304)) as runner:
             for batch in (1, 16, 64):
                 runner.prefill(batch, rows.size(1024), 4096)
                 runner.decode(6)
                 with profiling(activities=kinds) as seen:
                     times = runner.decode(4)
-                ms = {kind: statistics.median(getattr(times, kind)) * 1e3 for kind in ("whole", "device")}
-                rows.add(what="decode", model=name, batch=batch, step_ms=ms, kernels=_kernels(seen))
+                rows.add(what="decode", model=name, batch=batch, step_ms=_medians_ms(times), kernels=_kernels(seen))
             with profiling(activities=kinds) as seen:
                 seconds = runner.prefill(2, rows.size(2048), 4096)
             rows.add(what="prefill of 2 x 2048", model=name, seconds=seconds, kernels=_kernels(seen))
@@ -226,10 +238,48 @@ def _kernels(profiled: torch.profiler.profile) -> list[tuple[str, int, float]]:
     return sorted((each for each in found if each[2]), key=lambda each: -each[2])[:40]
 
 
-JOBS = {"linear": linear, "attention": attention, "prefill": prefill, "experts": experts, "profile": profile}
+def host(rows: Rows) -> None:
+    """Add up the time of the host's functions in recorded decode steps of four layers; the steps are timed without profiling."""
+    num_steps = 4 if rows.small else 60
+    with running(_first_layers(rows, MISTRAL_7B, 4), rows.device, max_num_seqs=64, max_len=rows.size(2304)) as runner:
+        for batch in (1, 64):
+            runner.prefill(batch, rows.size(1024), 4096)
+            runner.decode(4 if rows.small else 10)
+            rows.add(what="decode", model="Mistral 7B, 4 layers", batch=batch, step_ms=_medians_ms(runner.decode(num_steps)))
+            profiler = cProfile.Profile()
+            profiler.runcall(runner.decode, num_steps)
+            for function in _functions(profiler, num_steps):
+                rows.add(what="function", batch=batch, **function)
 
 
-def main() -> None:
+def _functions(profiler: cProfile.Profile, num_steps: int) -> list[dict[str, object]]:
+    """Return the functions with the largest own time, in microseconds per step."""
+    entries = pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+    longest = sorted(entries, key=lambda entry: -entry[1][2])[:NUM_FUNCTIONS]
+    return [
+        {
+            "name": name if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}",
+            "calls": calls,
+            "own_us": own_s / num_steps * 1e6,
+            "cumulative_us": cumulative_s / num_steps * 1e6,
+        }
+        for (file, line, name), (_, calls, own_s, cumulative_s, _) in longest
+    ]
+
+
+def _first_layers(rows: Rows, args: ModelArgs, n: int) -> ModelArgs:
+    first = replace(args, n_layers=n, windows=args.windows[:n])
+    return shrunk(first) if rows.small else first
+
+
+def _medians_ms(times: StepTimes) -> dict[str, float]:
+    return {kind: statistics.median(getattr(times, kind)) * 1e3 for kind in ("whole", "device")}
+
+
+JOBS = {"linear": linear, "attention": attention, "prefill": prefill, "experts": experts, "profile": profile, "host": host}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -238,7 +288,8 @@ def main() -> None:
     options = parser.parse_args()
     with torch.inference_mode():
         JOBS[options.job](Rows(options.device, options.small, options.json))
+    return exit_status([])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

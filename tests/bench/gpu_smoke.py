@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, running, shrunk
+from targets import exit_status, none_of
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
@@ -150,7 +151,7 @@ def main() -> int:
         rows.append(attempt(name, run, device))
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
-    return int(not all(row["holds"] for row in rows))
+    return exit_status([none_of("attempts that failed", [row for row in rows if not row["holds"]])])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""Tables of a GPU's reports: of the committed one, and of several."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+COMMITTED = TESTS.parent / "docs" / "reports" / "h200-2026-11-26-1.json"
+
+
+@pytest.fixture
+def gpu_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TESTS / "bench"))
+    import gpu_report
+
+    return gpu_report
+
+
+def _part(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"state": "ok", "seconds": 1.0, "rows": list(rows), "tail": ""}
+
+
+def _row(name: str, figure: str, holds: bool | None = None, detail: str = "") -> dict[str, Any]:
+    return {"name": name, "figure": figure, "wanted": "" if holds is None else "at least 75 %", "holds": holds, "detail": detail}
+
+
+def _printed(
+    program: ModuleType, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    monkeypatch.setattr("sys.argv", ["gpu_report.py", *map(str, paths)])
+    assert program.main() == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_committed_report(
+    gpu_report: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _printed(gpu_report, [COMMITTED], monkeypatch, capsys)
+    report = json.loads(COMMITTED.read_text())
+    named = [row["name"] for part in report.values() for row in part["rows"] or [] if "figure" in row]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2 : lines.index("")]] == named
+    batch_1 = "| Mistral 7B, decode, batch 1, context 1k | 64% of the memory wall | at least 75 % | NO | 5.37 ms a step, "
+    assert any(line.startswith(batch_1) for line in lines)
+    assert "| copy | 4.16 TB/s | | | bytes read and written |" in lines
+    assert "| experts | 16 rows of 8 experts | row by row | 851 | 3.31 TB/s |" in lines
+    assert "| experts | 32 rows of 8 experts | grouped | 1038 | 2.72 TB/s |" in lines
+    assert "| prefill | 8192 tokens, window 4096 | flash 2 | 1504 | 274 TFLOP/s |" in lines
+    assert sum(line.startswith("| linear |") for line in lines) == 3 * 5
+    assert {line.count("|") for line in lines if line} == {6}
+
+
+def test_later_rows_replace_earlier_ones(
+    gpu_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = [{"what": what, "rows": 2, "experts": 2, "us": us, "tb_per_s": 1.0} for what, us in (("one", 9.0), ("two", 8.0))]
+    reports = [
+        {
+            "mistral": _part(_row("a", "60%", False), _row("b", "1", None, "x | y\nz")),
+            "experts": _part(*experts),
+            "masks": _part() | {"rows": None},
+        },
+        {"mistral": _part(_row("c", "3"), _row("a", "80%", True)), "smoke": _part({"name": "CUDA", "holds": True})},
+    ]
+    paths = [tmp_path / f"{number}.json" for number in range(len(reports))]
+    for path, report in zip(paths, reports, strict=True):
+        path.write_text(json.dumps(report))
+    lines = _printed(gpu_report, paths, monkeypatch, capsys)
+    assert lines[2:5] == ["| a | 80% | at least 75 % | yes | |", "| b | 1 | | | x / y z |", "| c | 3 | | | |"]
+    assert lines[-1] == "| experts | 2 rows of 2 experts | two | 8 | 1 TB/s |", "those of a report that has none are kept"
+    again = _printed(gpu_report, paths[::-1], monkeypatch, capsys)
+    assert "| a | 60% | at least 75 % | NO | |" in again
+
+
+def test_sizes_that_a_kernel_refuses_are_not_the_best(gpu_report: ModuleType) -> None:
+    refused = {"what": "flash 3", "tokens": 9, "window": None, "error": "no"}
+    table = [*gpu_report.kernels([{"prefill": _part(refused, refused | {"what": "flash 2", "us": 7.0, "tflops": 2.0})}])]
+    assert table[2:] == ["| prefill | 9 tokens, window None | flash 2 | 7 | 2 TFLOP/s |"]
