@@ -45,6 +45,7 @@ def test_the_committed_report(
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2 : lines.index("")]] == named
     batch_1 = "| Mistral 7B, decode, batch 1, context 1k | 64% of the memory wall | at least 75 % | NO | 5.37 ms a step, "
     assert any(line.startswith(batch_1) for line in lines)
+    assert "| mask: prefill, window None | 0.0021 | < 0.02 | yes | worst: cutlass; 2 tried |" in lines
     assert "| copy | 4.16 TB/s | | | bytes read and written |" in lines
     assert "| experts | 16 rows of 8 experts | row by row | 851 | 3.31 TB/s |" in lines
     assert "| experts | 32 rows of 8 experts | grouped | 1038 | 2.72 TB/s |" in lines

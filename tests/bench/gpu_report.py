@@ -20,6 +20,7 @@ from targets import VERDICTS, exit_status
 Row = dict[str, Any]
 Report = dict[str, Any]  # parts by their names, each with state, seconds and rows
 TOKENS = (1, 16, 64)  # of the products that are shown
+DETAIL = 80  # characters at most, unless its first part is longer
 
 
 def main() -> int:
@@ -36,7 +37,7 @@ def figures(reports: Sequence[Report]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     rows = [row for report in reports for part in report.values() for row in part["rows"] or [] if "figure" in row]
     for row in {row["name"]: row for row in rows}.values():
-        yield _line(row["name"], row["figure"], row["wanted"], VERDICTS[row["holds"]], row["detail"])
+        yield _line(row["name"], row["figure"], row["wanted"], VERDICTS[row["holds"]], _first_parts(row["detail"]))
 
 
 def kernels(reports: Sequence[Report]) -> Iterator[str]:
@@ -51,6 +52,13 @@ def kernels(reports: Sequence[Report]) -> Iterator[str]:
         for case, each in groupby(sorted(rows, key=case_of), case_of):
             best = min(each, key=lambda row: row["us"])
             yield _line(name, case[-1], way_of(best), f"{best['us']:.0f}", _rate(best))
+
+
+def _first_parts(detail: str) -> str:
+    """Return as many of the parts between semicolons as fit."""
+    parts = detail.split("; ")
+    fitting = [n for n in range(1, len(parts) + 1) if n == 1 or len("; ".join(parts[:n])) <= DETAIL]
+    return "; ".join(parts[: fitting[-1]])
 
 
 def _rate(row: Row) -> str:

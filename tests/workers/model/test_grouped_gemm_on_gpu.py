@@ -109,6 +109,7 @@ def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageMo
             is_padding_T.copy_(torch.arange(num_tokens) >= own)
             expected_TD = _run(model, hidden_TD, None)
             replay().fill_(torch.nan)
+            torch.cuda.synchronize()  # counts are read without waiting for a step
             before = model.expert_load
             out_TD = replay()
             torch.testing.assert_close(out_TD[:own], expected_TD[:own], rtol=TOLERANCE, atol=TOLERANCE)
