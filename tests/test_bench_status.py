@@ -19,7 +19,7 @@ import torch
 
 BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {path.stem for path in BENCH.glob("*.py") if "if __name__ ==" in path.read_text() and "peer_" not in path.name}
-WITHOUT_TARGETS = {"arithmetic", "expert_products", "gpu_kernels", "gpu_report", "scheduling"}
+WITHOUT_TARGETS = {"arithmetic", "expert_products", "gpu_kernels", "gpu_report", "gpu_sweeps", "scheduling"}
 
 Patches = dict[str, Any]  # by the name in the program
 

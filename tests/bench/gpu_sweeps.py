@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from gpu_kernels import OUT_OF_CACHE, Rows
+from targets import exit_status
 from torch.nn import functional as F
 
 CASES = ((1, 1100), (4, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000))  # single tokens, and keys of each
@@ -68,7 +69,7 @@ def gemv(rows: Rows) -> None:
 JOBS = {"decode": decode, "gemv": gemv}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -78,7 +79,8 @@ def main() -> None:
     if options.device == "cuda":
         with torch.inference_mode():
             JOBS[options.job](Rows(options.device, options.small, options.json))
+    return exit_status([])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
