@@ -37,6 +37,7 @@ GPU_TESTS = (
     "kernels/test_quantized_linear.py",
     "kernels/test_triton_linear.py",
     "attention/test_triton_attention.py",
+    "attention/test_triton_decode.py",
     "stage/test_row_wise_backend.py",
     "weights/test_tensor_reader.py",
 )
@@ -86,6 +87,8 @@ PARTS = {
     "attention": Part(90, _program("gpu_kernels.py", "attention")),
     "prefill": Part(45, _program("gpu_kernels.py", "prefill")),
     "mixtral": Part(120, _rows("mixtral")),
+    "split-k": Part(120, _program("gpu_sweeps.py", "decode")),
+    "gemv": Part(60, _program("gpu_sweeps.py", "gemv")),
     "host": Part(60, _program("gpu_kernels.py", "host")),
     "experts": Part(60, _program("gpu_kernels.py", "experts")),
     "rolling": Part(75, _rows("rolling")),
