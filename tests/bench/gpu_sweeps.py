@@ -44,8 +44,8 @@ def decode(rows: Rows) -> None:
             index = DecodeMetadata(ring, torch.arange(batch, device=device), positions, positions, 0, [])
             for block, warps, stages in VARIANTS:
                 for parts in (each for each in PARTS if 16 <= batch * each <= 256):
-                    kernel = SplitKDecode(block, parts, warps, stages)
-                    took = rows.us([partial(kernel.attend, q_BHd, cached, index) for cached in caches])
+                    kernel = SplitKDecode(8, block, parts, warps, stages)
+                    took = rows.us([partial(kernel.attend, q_BHd, cached, kernel.build_mask(index)) for cached in caches])
                     sizes = {"page": page_size, "block": block, "warps": warps, "stages": stages, "parts": parts}
                     rows.add(what="split-K", batch=batch, keys=keys, **sizes, us=took, tb_per_s=batch * keys * 4096 / took / 1e6)
 

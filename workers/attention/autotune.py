@@ -30,7 +30,7 @@ MAX_DIFFERENCE = 2e-2
 NUM_CORRECTNESS_TOKENS = 4
 CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
 # On GPUs: numbers of single tokens with which kernels are timed, and the most for which each one's fastest kernel is used.
-TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 32), (2, 8, 24)
+TIMED_TOKENS, TOKEN_LIMITS = (1, 4, 16, 64), (2, 8, 32)
 ADVANTAGE = 1.5  # PyTorch's attention must be so many times as fast as the kernels in C; mostly it takes 2 to 4 times as long
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 
@@ -114,7 +114,7 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
         logger.warning("xformers' and Triton's kernels for attention cannot be imported (%s)", error)
         return prefills, lambda _num_tokens: {}
     return prefills | prefill_kernels(), lambda num_tokens: {
-        **split_k_kernels(num_tokens),
+        **split_k_kernels(num_tokens, plan.args.n_kv_heads),
         **decode_kernels(plan.cache.page_size, num_tokens),
     }
 

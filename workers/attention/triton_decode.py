@@ -1,11 +1,11 @@
 """Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and splits each token's keys.
 
 Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or Flash-Decoding (Dao et al., 2023).
-Each part has a softmax of its own; a second kernel combines the parts. A program needs nothing but a token's slot and position:
-it finds pages in the page ring itself, so the host prepares nothing and a CUDA graph may hold the kernel.
+Each part has a softmax of its own, and the program that ends last combines the parts. A program needs nothing but a token's slot
+and position: it finds pages in the page ring itself, so the host prepares nothing and a CUDA graph may hold the kernel.
 
 Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, S slots, R pages of a ring,
-P parts; r queries, k keys, e elements and p parts of a program.
+P parts; r queries, h query heads, k keys, e elements and p parts of a program.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache
 
 VARIANTS = ((64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 2, 3))  # keys at a time, warps and stages
 PARTS = (1, 2, 4, 8, 16, 32, 64)
+MAX_PARTS_AT_A_TIME = 16  # that are combined: with 4 query heads of 128 numbers these are 64 registers of a thread
 NO_WINDOW = 2**30
 MIN_ROWS = 16  # of a tensor core's product; with 4 query heads for each key/value head 12 of them are empty
 LOG2_E = 1.4426950408889634
@@ -28,59 +29,65 @@ LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and fini
 
 
 @dataclass(frozen=True, slots=True)
+class SplitMask:
+    """Which tokens there are, and how many parts of each token and key/value head have ended, [B, G] (int32): 0 between kernels."""
+
+    index: DecodeMetadata
+    ended_BG: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SplitKDecode:
     """Decode kernel. Programs read ``block`` keys at a time, a power of two; ``parts`` of them share the keys of a token."""
 
+    kv_heads: int
     block: int
     parts: int
     warps: int
     stages: int
     finds_pages: ClassVar[bool] = True  # in page rings, so there is no table whose width would matter
 
-    def build_mask(self, index: DecodeMetadata) -> DecodeMetadata:
-        """Return the index itself: the kernel needs no other mask."""
-        return index
+    def build_mask(self, index: DecodeMetadata) -> SplitMask:
+        """Return the counters of ended parts, for all layers of a step: each kernel leaves them at 0."""
+        shape = (len(index.slots), self.kv_heads)
+        return SplitMask(index, torch.zeros(shape, dtype=torch.int32, device=index.slots.device))
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: DecodeMetadata) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: SplitMask) -> Tensor:
         """Compute the output [B, H, d]."""
         (batch, num_heads, head_dim), (k_NGd, v_NGd) = q_BHd.shape, (cached.k_NGd, cached.v_NGd)
         if q_BHd.stride()[1:] != (head_dim, 1):  # rows of a wider tensor are read in place
             q_BHd = q_BHd.contiguous()
-        kv_heads, out_BHd = k_NGd.shape[1], q_BHd.new_empty(batch, num_heads, head_dim)
+        out_BHd = q_BHd.new_empty(batch, num_heads, head_dim)
         parts_BHPd = q_BHd.new_empty(batch, num_heads, self.parts, head_dim, dtype=torch.float32) if self.parts > 1 else out_BHd
         sums_2BHP = q_BHd.new_empty(2, batch, num_heads, self.parts, dtype=torch.float32)
-        ring, group, e_block = mask.ring, num_heads // kv_heads, max(int(triton.next_power_of_2(head_dim)), 16)
+        index, ring, group = mask.index, mask.index.ring, num_heads // self.kv_heads
+        blocks = [int(triton.next_power_of_2(n)) for n in (head_dim, group, self.parts)]
         with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            _attend[batch, kv_heads, self.parts](
-                *(q_BHd, k_NGd, v_NGd, ring.pages_SR, mask.slots, mask.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
-                *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5),
-                *(ring.page_size, group, kv_heads, head_dim, e_block, max(int(triton.next_power_of_2(group)), MIN_ROWS)),
-                *(self.block, self.parts == 1),
+            _attend[batch, self.kv_heads, self.parts](
+                *(q_BHd, k_NGd, v_NGd, ring.pages_SR, index.slots, index.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
+                *(mask.ended_BG, out_BHd, q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, LOG2_E / head_dim**0.5),
+                *(ring.page_size, group, self.kv_heads, head_dim, max(blocks[0], MIN_ROWS), max(blocks[1], MIN_ROWS), blocks[1]),
+                *(self.block, self.parts, min(blocks[2], MAX_PARTS_AT_A_TIME)),
                 num_warps=self.warps,
                 num_stages=self.stages,
             )
-            if self.parts > 1:
-                p_block = int(triton.next_power_of_2(self.parts))
-                _combine[(batch * num_heads,)](
-                    parts_BHPd, sums_2BHP[0], sums_2BHP[1], out_BHd, self.parts, head_dim, e_block, p_block
-                )
         return out_BHd
 
 
-def split_k_kernels(num_tokens: int) -> dict[str, SplitKDecode]:
+def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
     """Return the candidates for so many single tokens: parts that make 16 to 128 programs for each key/value head.
 
     16 tokens: 1, 2, 4 and 8 parts.
     """
     return {
-        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(block, parts, warps, stages)
+        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(kv_heads, block, parts, warps, stages)
         for block, warps, stages in VARIANTS
         for parts in PARTS
         if 16 <= num_tokens * parts <= 128
     }
 
 
-@triton.jit(do_not_specialize=["ring_pages", "window", "num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["ring_pages", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     q_BHd,
     k_NGd,
@@ -88,13 +95,14 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     pages_SR,
     slots_B,
     positions_B,
-    out_BHPd,
+    parts_BHPd,
     highest_BHP,
     sum_BHP,
+    ended_BG,
+    out_BHd,
     q_stride,
     ring_pages,
     window,
-    num_parts,
     scale,
     page_size: tl.constexpr,
     group: tl.constexpr,
@@ -102,8 +110,10 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     head_dim: tl.constexpr,
     e_block: tl.constexpr,
     r_block: tl.constexpr,
+    h_block: tl.constexpr,
     k_block: tl.constexpr,
-    is_whole: tl.constexpr,
+    num_parts: tl.constexpr,
+    p_block: tl.constexpr,
 ):
     """Attend with the queries of one token and key/value head to one part of its keys.
 
@@ -146,35 +156,62 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         sum_r = sum_r * factor_r + tl.sum(weight_rk, axis=1)
         out_re = out_re * factor_r[:, None] + tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         highest_r = top_r
-    if is_whole:
-        out_re = (out_re / sum_r[:, None]).to(out_BHPd.dtype.element_ty)
-        tl.store(out_BHPd + query_heads_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
+    if num_parts == 1:
+        out_re = (out_re / sum_r[:, None]).to(out_BHd.dtype.element_ty)
+        tl.store(out_BHd + query_heads_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
     else:
         part_r = query_heads_r * num_parts + part
-        tl.store(out_BHPd + part_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
+        tl.store(parts_BHPd + part_r[:, None] * head_dim + e[None, :], out_re, mask=is_inside_re)
         tl.store(highest_BHP + part_r, highest_r, mask=r < group)
         tl.store(sum_BHP + part_r, sum_r, mask=r < group)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        ended = ended_BG + token * kv_heads + head
+        if tl.atomic_add(ended, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(ended, 0)
+            first_head = (token.to(tl.int64) * kv_heads + head) * group
+            _combine(
+                parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block
+            )
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
     parts_BHPd,
     highest_BHP,
     sum_BHP,
     out_BHd,
-    num_parts,
+    first_head,
+    group: tl.constexpr,
     head_dim: tl.constexpr,
     e_block: tl.constexpr,
+    h_block: tl.constexpr,
+    num_parts: tl.constexpr,
     p_block: tl.constexpr,
 ):
-    """Add the parts of one query head, each weighted by its sum's share: exp2(highest - the highest of all)."""
-    head = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, p_block)
+    """Add the parts of some query heads, each weighted by exp2(its highest score - the highest of all), some at a time.
+
+    They are read past the cache of this multiprocessor, because other ones have written them.
+    """
+    h = tl.arange(0, h_block)
     e = tl.arange(0, e_block)
-    highest_p = tl.load(highest_BHP + head * num_parts + p, mask=p < num_parts, other=LOWEST)
-    sum_p = tl.load(sum_BHP + head * num_parts + p, mask=p < num_parts, other=0.0)
-    factor_p = tl.where(sum_p > 0, tl.exp2(highest_p - tl.max(highest_p, axis=0)), 0.0)
-    is_inside_pe = (sum_p > 0)[:, None] & (e < head_dim)[None, :]
-    part_pe = tl.load(parts_BHPd + (head * num_parts + p)[:, None] * head_dim + e[None, :], mask=is_inside_pe, other=0.0)
-    out_e = tl.sum(part_pe * factor_p[:, None], axis=0) / tl.sum(sum_p * factor_p, axis=0)
-    tl.store(out_BHd + head * head_dim + e, out_e.to(out_BHd.dtype.element_ty), mask=e < head_dim)
+    highest_h = tl.full((h_block,), LOWEST, dtype=tl.float32)
+    sum_h = tl.zeros((h_block,), dtype=tl.float32)
+    out_he = tl.zeros((h_block, e_block), dtype=tl.float32)
+    for start in tl.static_range(0, num_parts, p_block):
+        p = start + tl.arange(0, p_block)
+        part_hp = (first_head + h)[:, None] * num_parts + p[None, :]
+        is_inside_hp = (h < group)[:, None] & (p < num_parts)[None, :]
+        sum_hp = tl.load(sum_BHP + part_hp, mask=is_inside_hp, other=0.0, cache_modifier=".cg")
+        highest_hp = tl.load(highest_BHP + part_hp, mask=is_inside_hp, other=LOWEST, cache_modifier=".cg")
+        top_h = tl.maximum(highest_h, tl.max(highest_hp, axis=1))
+        factor_hp = tl.where(sum_hp > 0, tl.exp2(highest_hp - top_h[:, None]), 0.0)
+        is_inside_hpe = (sum_hp > 0)[:, :, None] & (e < head_dim)[None, None, :]
+        elements_hpe = part_hp[:, :, None] * head_dim + e[None, None, :]
+        part_hpe = tl.load(parts_BHPd + elements_hpe, mask=is_inside_hpe, other=0.0, cache_modifier=".cg")
+        earlier_h = tl.exp2(highest_h - top_h)
+        out_he = out_he * earlier_h[:, None] + tl.sum(part_hpe * factor_hp[:, :, None], axis=1)
+        sum_h = sum_h * earlier_h + tl.sum(sum_hp * factor_hp, axis=1)
+        highest_h = top_h
+    out_he = (out_he / tl.where(h < group, sum_h, 1.0)[:, None]).to(out_BHd.dtype.element_ty)
+    is_inside_he = (h < group)[:, None] & (e < head_dim)[None, :]
+    tl.store(out_BHd + (first_head + h)[:, None] * head_dim + e[None, :], out_he, mask=is_inside_he)
