@@ -62,7 +62,8 @@ def check_norm(dtype: torch.dtype, device: str) -> None:
     h_TD, more_TD = (_random(9, NUM_INPUTS, seed=seed).to(device, dtype) for seed in (4, 5))
     weight_D = _random(NUM_INPUTS, seed=6).to(device, dtype)
     sum_TD, out_TD = add_rms_norm(h_TD, more_TD, weight_D, 1e-5)
-    assert torch.equal(sum_TD, h_TD + more_TD)
+    is_rounded = device != "cpu" or dtype != torch.bfloat16  # the interpreter cuts numbers off
+    torch.testing.assert_close(sum_TD, h_TD + more_TD, rtol=0 if is_rounded else 2**-7, atol=0)
     assert torch.equal(out_TD, rms_norm(sum_TD, weight_D, 1e-5))
     alone_TD = torch.cat([rms_norm(row_1D, weight_D, 1e-5) for row_1D in sum_TD.split(1)])
     assert torch.equal(alone_TD, out_TD)

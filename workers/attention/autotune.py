@@ -122,16 +122,14 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
 def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:
     """Return the kernels with Triton's writes to the cache, or as they are where those are not right; logs why."""
 
-    def attempt() -> AttentionKernels:
+    try:
         from tramontane.workers.attention.triton_cache import cache_rows, write_rows  # Triton is not on every platform
-
-        check_writes(plan, device, write_rows, cache_rows)
-        return replace(kernels, write=write_rows, cache_rows=cache_rows)
-
-    if reason := try_or_reason(attempt):
+    except ImportError:
+        return kernels
+    if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows)):
         logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
         return kernels
-    return attempt()
+    return replace(kernels, write=write_rows, cache_rows=cache_rows)
 
 
 @cache  # for tests, which start many equal stages in one process

@@ -80,7 +80,9 @@ def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
     16 tokens: 1, 2, 4 and 8 parts.
     """
     return {
-        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(kv_heads, block, parts, warps, stages)
+        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(
+            kv_heads, block, parts, warps, stages
+        )
         for block, warps, stages in VARIANTS
         for parts in PARTS
         if 16 <= num_tokens * parts <= 128
@@ -169,9 +171,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         if tl.atomic_add(ended, 1, sem="acq_rel") == num_parts - 1:
             tl.store(ended, 0)
             first_head = (token.to(tl.int64) * kv_heads + head) * group
-            _combine(
-                parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block
-            )
+            _combine(parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ Shape letters: T tokens, H heads, d head_dim, D model width, F feed-forward widt
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,25 @@ EAGER = FusedOps()
 
 
 def compile_ops(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> FusedOps:
-    """Compile the operations for this device and model, or return the eager ones and log why they cannot be compiled."""
+    """Compile the operations for this device and model, or return the eager ones and log why they cannot be compiled.
+
+    On a GPU norms are a Triton kernel that reads a row once; the compiler's reads it twice.
+    """
     fused = FusedOps(*(torch.compile(getattr(EAGER, field.name)) for field in fields(FusedOps)))
+    if device.type == "cuda":
+        fused = _with_triton_norms(fused)
     if reason := try_or_reason(lambda: _self_test(fused, args, device, dtype)):
-        logger.warning("operations between products are not fused: torch.compile fails (%s)", reason)
+        logger.warning("operations between products are not fused: torch.compile or Triton fails (%s)", reason)
         return EAGER
     return fused
+
+
+def _with_triton_norms(fused: FusedOps) -> FusedOps:
+    try:
+        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm  # Triton is not on every platform
+    except ImportError:
+        return fused
+    return replace(fused, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
 
 
 def native_ops(args: ModelArgs, dtype: torch.dtype) -> FusedOps:

@@ -91,5 +91,5 @@ def test_any_number_of_rows_of_a_norm_launches_the_same_kernel(monkeypatch: pyte
     monkeypatch.setattr(triton_norm, "_kernel", launches)
     for num_rows in (1, 2, 16, 300):
         triton_norm.rms_norm(torch.zeros(num_rows + 1, 33)[1:], torch.ones(33), 1e-5)
-    assert launches.numbers == [(33, 1e-5, 64)] * 4
+    assert launches.numbers == [(33, 1e-5, 64, False)] * 4
     assert launches.options == [launches.options[0]] * 4
