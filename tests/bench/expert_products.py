@@ -1,17 +1,18 @@
-"""Benchmark of the experts of one layer on a GPU: the small-batch kernel against the grouped product.
+"""Benchmark of the experts of one layer on a GPU: the kernels for small batches against torch's grouped product.
 
     python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8 16 32 128 1024]
 
 The defaults are Mixtral 8x7B's sizes, in bfloat16. ``grouped_gemm.MAX_SMALL_BATCH_ROWS`` should be the largest number of rows
-for which the small-batch kernel (row by row) is faster. Rows are assigned to experts at random, several times, in a CUDA graph,
-so that launches cost nothing. The share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy.
-With ``--cpu`` only small sizes finish quickly.
+for which those for small batches (row by row) are faster. Tokens choose two experts each at random, several times, in a CUDA
+graph, so that launches cost nothing; rows are choices. The share is of the memory wall: the bytes of all experts that have rows,
+at the speed of a copy. With ``--cpu`` only small sizes finish quickly.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -23,7 +24,8 @@ from targets import conclude
 from torch import Tensor
 
 from tramontane.workers.device.probe import memory_bandwidth
-from tramontane.workers.model.grouped_gemm import StackedExperts, enable_small_batch_kernel
+from tramontane.workers.model.expert_kernels import small_batch_kernel_works
+from tramontane.workers.model.grouped_gemm import StackedExperts
 
 NUM_SAMPLES, ROUNDS = 16, 5
 Run = Callable[[], object]
@@ -35,19 +37,23 @@ def main() -> None:
         sys.exit("no GPU is available; --cpu --dim 64 --hidden 96 tries the program on a CPU")
     device = "cpu" if options.cpu else "cuda"
     speed = memory_bandwidth(device, copied_bytes(device))
-    plain = _stack(options.experts, options.dim, options.hidden, device)
-    stack = enable_small_batch_kernel({0: plain})[0]
+    stack = _stack(options.experts, options.dim, options.hidden, device)
+    has_few = device == "cuda" and small_batch_kernel_works(stack)
     table = Table(
         "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
     )
     with torch.inference_mode():
         for num_rows in options.rows:
-            ends = [_sample_groups(num_rows, options.experts, seed, device) for seed in range(NUM_SAMPLES)]
-            rows_CD = torch.randn(num_rows, options.dim, device=device).to(plain.w13_E2FD.dtype)
-            touched = sum(len({*each.tolist()} - {0}) for each in ends) / NUM_SAMPLES  # empty groups repeat the end before them
-            wall_s = touched * (plain.w13_E2FD[0].nbytes + plain.w2_EDF[0].nbytes) / speed
-            cells = _cells(plain.run, rows_CD, ends, wall_s)
-            cells += _cells(stack.run_small_batch, rows_CD, ends, wall_s) if stack.has_small_batch_kernel else ["", ""]
+            chosen = [_sample_choices(num_rows // 2, options.experts, seed) for seed in range(NUM_SAMPLES)]
+            ends = [each.flatten().bincount(minlength=options.experts).cumsum(0).int().to(device) for each in chosen]
+            rows_CD = torch.randn(num_rows, options.dim, device=device).to(stack.w13_E2FD.dtype)
+            touched = sum(len(each.unique()) for each in chosen) / NUM_SAMPLES
+            wall_s = touched * (stack.w13_E2FD[0].nbytes + stack.w2_EDF[0].nbytes) / speed
+            cells = _cells([partial(stack.run, rows_CD, ends_E) for ends_E in ends], device, wall_s)
+            if has_few:
+                x_TD, weights_Tk = rows_CD[: num_rows // 2], torch.rand(num_rows // 2, 2, device=device)
+                few = [partial(stack.mix_few, x_TD, ids_Tk.to(device), weights_Tk) for ids_Tk in chosen]
+                cells += _cells(few, device, wall_s)
             table.add_row(str(num_rows), f"{touched:.1f}", *cells)
     conclude([], table)
 
@@ -70,16 +76,13 @@ def _stack(num_experts: int, dim: int, hidden: int, device: str) -> StackedExper
     return StackedExperts(w13_E2FD, w2_EDF)
 
 
-def _sample_groups(num_rows: int, num_experts: int, seed: int, device: str) -> Tensor:
-    """Return the end offsets of the experts' groups of rows. Rows come in pairs: a token chooses two different experts."""
-    generator = torch.Generator().manual_seed(seed)
-    chosen = [torch.randperm(num_experts, generator=generator)[:2] for _ in range(-(-num_rows // 2))]
-    sizes = torch.bincount(torch.cat(chosen)[:num_rows], minlength=num_experts)
-    return sizes.cumsum(0).to(device, torch.int32)
+def _sample_choices(num_tokens: int, num_experts: int, seed: int) -> Tensor:
+    """Return two different experts of each token."""
+    return torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)[:, :2].contiguous()
 
 
-def _cells(run: Callable[[Tensor, Tensor], Tensor], rows_CD: Tensor, ends: Sequence[Tensor], wall_s: float) -> list[str]:
-    took_s = _seconds(lambda: [run(rows_CD, ends_E) for ends_E in ends], rows_CD.device.type) / len(ends)
+def _cells(runs: Sequence[Run], device: str, wall_s: float) -> list[str]:
+    took_s = _seconds(lambda: [run() for run in runs], device) / len(runs)
     return [f"{took_s * 1e6:.0f}", f"{wall_s / took_s:.0%}"]
 
 

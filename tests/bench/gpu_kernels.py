@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.model.grouped_gemm import StackedExperts
 
 Compute = Callable[[], object]
 DTYPE = torch.bfloat16
@@ -102,10 +103,10 @@ def linear(rows: Rows) -> None:
             x_mk = rows.random(m, k)
             _add_product(rows, "F.linear", (m, n, k), [partial(F.linear, x_mk, w) for w in weights])
             if m <= 4 and rows.device != "cpu":
-                ends = torch.full((1,), m, dtype=torch.int32, device=rows.device)
-                _add_product(rows, "down_gemv", (m, n, k), [partial(down_gemv, x_mk, w[None], ends) for w in weights])
+                ids, ones = torch.zeros(m, 1, dtype=torch.int64, device=rows.device), torch.ones(m, 1, device=rows.device)
+                _add_product(rows, "down_gemv", (m, n, k), [partial(down_gemv, x_mk, w[None], ids, ones) for w in weights])
                 if n == 28672:
-                    gated = [partial(gate_up_gemv, x_mk, w[None], ends) for w in weights]
+                    gated = [partial(gate_up_gemv, x_mk, w[None], ids) for w in weights]
                     _add_product(rows, "gate_up_gemv (with silu)", (m, n, k), gated)
 
 
@@ -194,22 +195,74 @@ def _prefill_calls(qkv: Sequence[Tensor], tokens: int, window: int | None) -> di
 
 
 def experts(rows: Rows) -> None:
-    """Time the experts of a Mixtral 8x7B layer: grouped, and row by row."""
-    from tramontane.workers.model.grouped_gemm import StackedExperts
-
+    """Time the experts of a Mixtral 8x7B layer: as a grouped product by torch and in tiles, and without sorting the choices."""
     dim, hidden = rows.size(4096), rows.size(14336)
     stacks = [StackedExperts(rows.random(8, 2 * hidden, dim), rows.random(8, dim, hidden)) for _ in range(2)]
-    for num_rows in (2, 4, 8, 16, 32, 64, 128, 512):
+    for num_rows in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         generator = torch.Generator().manual_seed(num_rows)
-        groups = torch.randint(0, 8, (num_rows,), generator=generator).bincount(minlength=8)
+        ids_Tk = torch.rand(num_rows // 2, 8, generator=generator).argsort(-1)[:, :2]
+        groups = ids_Tk.flatten().bincount(minlength=8)
         ends_E, touched = groups.cumsum(0).int().to(rows.device), int((groups > 0).sum())
-        x_CD, num_bytes = rows.random(num_rows, dim), touched * 6 * hidden * dim
-        calls = {"grouped": [partial(stack.run, x_CD, ends_E) for stack in stacks]}
-        if rows.device != "cpu":
-            calls["row by row"] = [partial(stack.run_small_batch, x_CD, ends_E) for stack in stacks]
+        num_bytes = touched * 6 * hidden * dim
+        calls = _grouped_calls(rows, stacks, ends_E, num_rows)
+        if num_rows <= 32 and rows.device != "cpu":
+            calls |= _few_calls(rows, stacks, ids_Tk.to(rows.device))
         for name, each in calls.items():
-            took = rows.us(each * 2)
-            rows.add(what=name, rows=num_rows, experts=touched, us=took, tb_per_s=num_bytes / took / 1e6)
+            case = {"what": name, "rows": num_rows, "experts": touched}
+            try:
+                took = rows.us(each * 2)
+            except Exception as error:  # a tile may need more shared memory than there is
+                rows.add(**case, error=str(error)[:80])
+                continue
+            rows.add(**case, us=took, tb_per_s=num_bytes / took / 1e6)
+
+
+def _grouped_calls(rows: Rows, stacks: Sequence[StackedExperts], ends_E: Tensor, num_rows: int) -> dict[str, list[Compute]]:
+    """Return both products by torch; and, of more than 8 rows, each product by torch and in each kind of tile."""
+    from tramontane.workers.model.expert_kernels import candidates
+
+    w13, w2 = ([getattr(stack, name) for stack in stacks] for name in ("w13_E2FD", "w2_EDF"))
+    x_CD, h_CF = rows.random(num_rows, w13[0].shape[2]), rows.random(num_rows, w2[0].shape[2])
+    calls: dict[str, list[Compute]] = {"grouped": [partial(stack.run, x_CD, ends_E) for stack in stacks]}
+    if rows.device != "cpu" and num_rows > 8:
+        for name, product in candidates().items():
+            both = [stack._replace(w13_product=product, w2_product=product) for stack in stacks]
+            calls[f"both, {name}"] = [partial(stack.run, x_CD, ends_E) for stack in both]
+            calls[f"w13, {name}"] = [partial(product, x_CD, each, ends_E) for each in w13]
+            calls[f"w2, {name}"] = [partial(product, h_CF, each, ends_E) for each in w2]
+    return calls
+
+
+def _few_calls(rows: Rows, stacks: Sequence[StackedExperts], ids_Tk: Tensor) -> dict[str, list[Compute]]:
+    """Return the three kernels for few choices, apart and together, and what they replace."""
+    from tramontane.workers.kernels.triton_moe import choose_experts, down_gemv, gate_up_gemv
+    from tramontane.workers.model.moe import ExpertPermutation
+
+    num_tokens, num_experts = len(ids_Tk), len(stacks[0].w2_EDF)
+    x_TD, logits_TE = rows.random(num_tokens, stacks[0].w13_E2FD.shape[2]), rows.random(num_tokens, num_experts)
+    h_CF, weights_Tk = rows.random(ids_Tk.numel(), stacks[0].w2_EDF.shape[2]), rows.random(*ids_Tk.shape)
+    is_padding_T = torch.zeros(num_tokens, dtype=torch.bool, device=rows.device)
+    total_ends_E = torch.zeros(num_experts, dtype=torch.int64, device=rows.device)
+
+    def route() -> tuple[Tensor, Tensor]:
+        return choose_experts(logits_TE, 2, DTYPE, is_padding_T, total_ends_E)
+
+    def sorted_experts(stack: StackedExperts) -> Tensor:
+        logits_Tk, chosen_Tk = torch.topk(logits_TE, 2, dim=-1)
+        softmax_Tk = torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(DTYPE)
+        groups = ExpertPermutation.of(chosen_Tk.masked_fill(is_padding_T[:, None], num_experts), num_experts)
+        total_ends_E.add_(groups.offsets_E)
+        done_CD = stack.run(groups.permute(x_TD), groups.offsets_E)
+        return groups.combine(done_CD, softmax_Tk).masked_fill(is_padding_T[:, None], 0)
+
+    return {
+        "few: route": [route] * len(stacks),
+        "few: gate and up": [partial(gate_up_gemv, x_TD, stack.w13_E2FD, ids_Tk) for stack in stacks],
+        "few: down": [partial(down_gemv, h_CF, stack.w2_EDF, ids_Tk, weights_Tk) for stack in stacks],
+        "few: both": [partial(stack.mix_few, x_TD, ids_Tk, weights_Tk) for stack in stacks],
+        "few: all, random choices": [lambda stack=stack: stack.mix_few(x_TD, *route()) for stack in stacks],  # type: ignore[misc]
+        "sorted: all, random choices": [partial(sorted_experts, stack) for stack in stacks],
+    }
 
 
 def profile(rows: Rows) -> None:

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.fused_ops import EAGER, compile_ops
-from tramontane.workers.model.grouped_gemm import StackedExperts, enable_small_batch_kernel
+from tramontane.workers.model.expert_kernels import with_gpu_kernels
+from tramontane.workers.model.grouped_gemm import ProductBySize, StackedExperts
 
 Attempt = Callable[[torch.device], object]  # returns what was found, which is reported
 BF16 = torch.bfloat16
@@ -61,8 +62,9 @@ def cuda_graph(device: torch.device) -> object:
 
 def expert_kernels(device: torch.device) -> object:
     w13, w2 = (torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512)))
-    assert enable_small_batch_kernel({0: StackedExperts(w13, w2)})[0].has_small_batch_kernel, "it fails its test, see the log"
-    return "grouped, few rows apart"
+    stack = with_gpu_kernels({0: StackedExperts(w13, w2)})[0]
+    assert stack.has_small_batch_kernel, "it fails its test, see the log"
+    return [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
 
 
 def quantized_kernels(device: torch.device) -> object:

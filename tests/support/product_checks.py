@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.row_invariance import differing_row_count
-from tramontane.workers.kernels.triton_linear import tiled_grouped_linear, tiled_linear
+from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, Tile, tiled_grouped_linear, tiled_linear
 from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +57,17 @@ def check_groups(dtype: torch.dtype, device: str) -> None:
             assert torch.equal(out_CN[start:end], tiled_linear(x_CK[start:end], weight_ENK[expert])), (expert, start, end)
 
 
+def check_tile(tile: Tile, device: str) -> None:
+    """Compare a grouped product with float64, with full and ragged blocks of inputs, and the most tiles that groups fill."""
+    for num_inputs in (NUM_INPUTS, 2 * tile.inputs):
+        for ends in ((0, 68, 68, 133, 138), (tile.rows + 1, tile.rows + 2, tile.rows + 3, 2 * tile.rows + 4, 2 * tile.rows + 5)):
+            weight_ENK = _random(5, 140, num_inputs).to(device, torch.bfloat16)
+            x_CK = _random(ends[-1], num_inputs, seed=3).to(device, torch.bfloat16)
+            out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), tile)
+            groups = zip(x_CK.cpu().double().tensor_split(ends[:-1]), weight_ENK.cpu().double(), strict=True)
+            _assert_close(out_CN, torch.cat([x_cK @ weight_NK.T for x_cK, weight_NK in groups]), torch.bfloat16)
+
+
 def check_norm(dtype: torch.dtype, device: str) -> None:
     """Compare with PyTorch, rows with the same rows in other company, and both entries with each other."""
     h_TD, more_TD = (_random(9, NUM_INPUTS, seed=seed).to(device, dtype) for seed in (4, 5))
@@ -74,5 +85,6 @@ CHECKS: dict[str, Check] = {
     **{f"product of {x} and {w}": partial(check_product, x, w) for x in DTYPES for w in (x, *QUANTIZED)},
     "product of torch.float32 and torch.bfloat16": partial(check_product, torch.float32, torch.bfloat16),
     **{f"groups in {dtype}": partial(check_groups, dtype) for dtype in DTYPES},
+    **{f"{tile}": partial(check_tile, tile) for tile in FEW_ROWS_TILES},
     **{f"norm in {dtype}": partial(check_norm, dtype) for dtype in DTYPES},
 }

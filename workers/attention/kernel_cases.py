@@ -3,7 +3,6 @@
 Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a cache, H query heads, G key/value heads, d head_dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,7 @@ from tramontane.workers.attention.backend import CacheRows, DecodeKernel, Prefil
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
-
-Compute = Callable[[], Tensor]
+from tramontane.workers.device.kernel_selection import Compute
 
 TABLE_KEYS = 2048  # of a token's page ring without a window
 # Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a

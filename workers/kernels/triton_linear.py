@@ -1,10 +1,15 @@
 """Triton matrix product whose tiles do not depend on the number of rows: a row's result has the same bits in any company.
 
-Every tile adds the products of a row in the order of the inputs, ``INPUTS`` at a time, in float32. No sum is divided between
-programs, and the same compiled kernel multiplies one row and a thousand. Where a row stands in its tile changes nothing.
+Every tile adds the products of a row in the order of the inputs, ``Tile.inputs`` at a time, in float32. No sum is divided
+between programs, and the same compiled kernel multiplies one row and a thousand. Where a row stands in its tile changes nothing.
+
+``FEW_ROWS_TILES`` are for grouped products of few rows per expert, in stages that need no such rows: the fastest is chosen on
+the GPU, see ``workers/model/expert_kernels.py``.
 
 Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a matrix; r, n, k of a tile.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,28 +18,49 @@ from torch import Tensor
 
 from tramontane.workers.device.alignment import aligned
 
-ROWS, OUTPUTS = 64, 64  # of a tile: 4096 outputs are 64 programs for up to 64 rows
-INPUTS = {2: 64, 4: 32}  # of a tile at a time, by the bytes of an element
-WARPS, STAGES = 4, 4
+
+class Tile(NamedTuple):
+    """Rows and outputs of a program, inputs that it takes at a time, its warps, and the stages of its pipeline of loads."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+# By the bytes of an element; 4096 outputs are 64 programs for up to 64 rows.
+TILES = {2: Tile(64, 64, 64, 4, 4), 4: Tile(64, 64, 32, 4, 4)}
+# For 16 bits. Low, because the rows of a small batch are distributed over the experts, and with long runs of a matrix's inputs.
+# Two programs fit into the 227 KiB of shared memory of a processor of an H100: of the first 108 KiB each.
+FEW_ROWS_TILES = (
+    Tile(16, 128, 128, 4, 4),
+    Tile(16, 64, 256, 4, 3),
+    Tile(16, 128, 64, 4, 6),
+    Tile(32, 128, 128, 4, 3),
+    Tile(64, 128, 64, 4, 4),
+)
 
 
 def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W is converted."""
-    num_rows = len(x_CK)
-    return _launch(x_CK, weight_NK[None], scale_N, None, triton.cdiv(num_rows, ROWS))
+    tile = TILES[x_CK.element_size()]
+    return _launch(x_CK, weight_NK[None], scale_N, None, tile, triton.cdiv(len(x_CK), tile.rows))
 
 
-def tiled_grouped_linear(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+def tiled_grouped_linear(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, tile: Tile | None = None) -> Tensor:
     """Compute x W^T by each row's expert, [C, N]. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
 
     Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
-    200 rows of 8 experts: 3 full tiles, and one for each expert that is not full, 11.
+    200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20 rows in tiles of 16: 9.
     """
-    num_rows = len(x_CK)
-    return _launch(x_CK, weight_ENK, None, ends_E, min(num_rows // ROWS + len(weight_ENK), num_rows))
+    tile, num_rows = tile or TILES[x_CK.element_size()], len(x_CK)
+    return _launch(x_CK, weight_ENK, None, ends_E, tile, min(num_rows // tile.rows + len(weight_ENK), num_rows))
 
 
-def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_N: Tensor | None, ends_E: Tensor | None, num_tiles: int) -> Tensor:
+def _launch(
+    x_CK: Tensor, weight_ENK: Tensor, scale_N: Tensor | None, ends_E: Tensor | None, tile: Tile, num_tiles: int
+) -> Tensor:
     x_CK = aligned(x_CK)
     (num_rows, width), num_outputs = x_CK.shape, weight_ENK.shape[1]
     assert weight_ENK.shape[2] == width
@@ -43,12 +69,12 @@ def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_N: Tensor | None, ends_E: Te
     num_experts = 0 if ends_E is None else len(weight_ENK)
     pointers = x_CK, weight_ENK, out_CN if scale_N is None else scale_N, out_CN if ends_E is None else ends_E, out_CN
     constants = num_experts, triton.next_power_of_2(max(num_experts, 1)), scale_N is not None
-    tile = ROWS, OUTPUTS, INPUTS[x_CK.element_size()]
+    blocks = tile.rows, tile.outputs, tile.inputs, width % tile.inputs == 0
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if num_rows:
         with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            _kernel[num_tiles, triton.cdiv(num_outputs, OUTPUTS)](
-                *pointers, num_rows, num_outputs, width, *constants, *tile, num_warps=WARPS, num_stages=STAGES
-            )
+            grid = num_tiles, triton.cdiv(num_outputs, tile.outputs)
+            _kernel[grid](*pointers, num_rows, num_outputs, width, *constants, *blocks, **options)
     return out_CN
 
 
@@ -68,11 +94,12 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     r_block: tl.constexpr,
     n_block: tl.constexpr,
     k_block: tl.constexpr,
+    is_whole: tl.constexpr,
 ):
     """Compute one tile of outputs. Programs of the same outputs are adjacent, so that they find the weights in the cache.
 
     With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
-    2 is rows 70 to 99 of expert 2, and tile 3 has none.
+    2 is rows 70 to 99 of expert 2, and tile 3 has none. ``is_whole``: all blocks of inputs are full.
     """
     tile = tl.program_id(0)
     if num_experts == 0:
@@ -97,8 +124,11 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         sum_rn = tl.zeros((r_block, n_block), dtype=tl.float32)
         for start in range(0, width, k_block):
             k = start + tl.arange(0, k_block)
-            x_rk = tl.load(rows + k[None, :], mask=(r < end) & (k[None, :] < width), other=0.0)
-            numbers_kn = tl.load(matrix_rows + k[:, None], mask=(n < num_outputs) & (k[:, None] < width), other=0.0)
+            is_row, is_output = r < end, n < num_outputs
+            if not is_whole:
+                is_row, is_output = is_row & (k[None, :] < width), is_output & (k[:, None] < width)
+            x_rk = tl.load(rows + k[None, :], mask=is_row, other=0.0)
+            numbers_kn = tl.load(matrix_rows + k[:, None], mask=is_output, other=0.0)
             weight_kn = numbers_kn
             if numbers_kn.dtype != x_rk.dtype:  # exact, and by way of float32: Triton generates longer code for fp8 to bfloat16
                 weight_kn = numbers_kn.to(tl.float32).to(x_rk.dtype)

@@ -37,7 +37,7 @@ class Gate(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] and weights [T, k]."""
-        logits_TE = self.scores(x_TD.float() if self.in_float32 else x_TD)
+        logits_TE = self.logits(x_TD)
         if self.moe.scores is GateScores.LOGITS:
             logits_Tk, expert_ids_Tk = torch.topk(logits_TE, self.top_k, dim=-1)
             return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)
@@ -48,6 +48,28 @@ class Gate(nn.Module):
         if self.moe.norm_topk_prob:
             weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + TINY)
         return expert_ids_Tk, (weights_Tk * self.moe.routed_scaling_factor).to(x_TD.dtype)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return what the scores are computed from, [T, E]."""
+        logits_TE: Tensor = self.scores(x_TD.float() if self.in_float32 else x_TD)
+        return logits_TE
+
+    def choose_few(self, x_TD: Tensor, is_padding_T: Tensor | None, total_ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k], E for padding, and weights [T, k], for a few tokens on a GPU with Triton.
+
+        The choices are counted too: to ``total_ends_E`` (int64) is added where the experts' groups end, see
+        ``ExpertTokenCounter``. Scores of logits are computed by one kernel.
+        """
+        if self.moe.scores is GateScores.LOGITS:
+            from tramontane.workers.kernels.triton_moe import choose_experts  # Triton comes with torch for CUDA only
+
+            return choose_experts(self.logits(x_TD), self.top_k, x_TD.dtype, is_padding_T, total_ends_E)
+        expert_ids_Tk, weights_Tk = self(x_TD)
+        if is_padding_T is not None:
+            expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], self.num_experts)
+        experts_E = torch.arange(self.num_experts, device=x_TD.device)
+        total_ends_E.add_((expert_ids_Tk.reshape(-1, 1) <= experts_E).sum(dim=0))
+        return expert_ids_Tk, weights_Tk
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         """Return the ids [T, k] of the experts with the highest scores, in the groups with the best pairs of experts.

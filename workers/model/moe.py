@@ -18,7 +18,8 @@ from tramontane.proto.plan import ExpertId
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.row_products import RowProducts
-from tramontane.workers.model.grouped_gemm import StackedExperts, as_stacked_view, enable_small_batch_kernel
+from tramontane.workers.model.expert_kernels import with_gpu_kernels
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, as_stacked_view
 from tramontane.workers.model.layers import FeedForward
 
 
@@ -122,14 +123,15 @@ class LocalExperts(ExpertSet):
     def finalize_weights(self, products: RowProducts | None = None) -> None:
         """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
 
-        These are ``products``, or else torch's and those for few rows.
+        These are ``products``, or else what is right and the fastest on the device.
         """
         stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}
         if products is None:
-            self._stacks = enable_small_batch_kernel(found)
+            self._stacks = with_gpu_kernels(found)
         else:
-            self._stacks = {layer: stack._replace(product=products.grouped) for layer, stack in found.items()}
+            product = products.grouped
+            self._stacks = {layer: stack._replace(w13_product=product, w2_product=product) for layer, stack in found.items()}
 
     @property
     def is_graph_safe(self) -> bool:
@@ -142,9 +144,17 @@ class LocalExperts(ExpertSet):
     @property
     def kernel_name(self) -> str:
         """How products of many experts are computed."""
-        if not self._stacks:
+        stack = next(iter(self._stacks.values()), None)  # all layers are computed in the same way
+        if stack is None:
             return "one by one"
-        return "grouped, few rows apart" if any(each.has_small_batch_kernel for each in self._stacks.values()) else "grouped"
+        by_size = [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
+        return "; ".join(["grouped, few rows apart" if stack.has_small_batch_kernel else "grouped", *by_size])
+
+    def stack_for_few(self, layer: int, num_choices: int) -> StackedExperts | None:
+        """Return a layer's weights if ``StackedExperts.mix_few`` is to compute so many choices, or None."""
+        stack = self._stacks.get(layer)
+        is_for_few = stack is not None and stack.has_small_batch_kernel and num_choices <= MAX_SMALL_BATCH_ROWS
+        return stack if is_for_few else None
 
     def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
         """Run each expert of a layer on its group of rows.
@@ -190,7 +200,11 @@ class ExpertTokenCounter:
 
     def count(self, layer: int, ends_E: Tensor) -> None:
         """Add a micro-batch of a layer, whose experts' groups end there."""
-        self._ends_LE[layer - self._layers.start].add_(ends_E)
+        self.total_ends_E(layer).add_(ends_E)
+
+    def total_ends_E(self, layer: int) -> Tensor:
+        """Return what ``count`` adds to (int64), for kernels that do so themselves."""
+        return self._ends_LE[layer - self._layers.start]
 
     def clear(self) -> None:
         """Forget all tokens."""

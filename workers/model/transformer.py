@@ -95,13 +95,24 @@ class StageModel(nn.Module):
         if dense is not None:
             dense_TD: Tensor = dense(x_TD)
             return dense_TD
-        assert self.experts is not None
-        groups, weights_Tk = self.choose_experts(layer, x_TD, on_choices, is_padding_T)
-        mixed_TD = groups.combine(self.experts(layer, groups.permute(x_TD), groups), weights_Tk)
-        if is_padding_T is not None:
-            mixed_TD = mixed_TD.masked_fill(is_padding_T[:, None], 0)
+        mixed_TD = self._mix_experts(layer, x_TD, on_choices, is_padding_T)
         shared_TD = self.run_shared_experts(layer, x_TD)
         return mixed_TD if shared_TD is None else mixed_TD + shared_TD
+
+    def _mix_experts(self, layer: int, x_TD: Tensor, on_choices: OnChoices | None, is_padding_T: Tensor | None) -> Tensor:
+        """Return the weighted sum of each token's experts, [T, D], with 0 for padding."""
+        gate = self.block(layer).gate
+        assert gate is not None
+        assert self.experts is not None
+        few = self.experts.stack_for_few(layer, len(x_TD) * gate.top_k)
+        if few is not None:
+            expert_ids_Tk, weights_Tk = gate.choose_few(x_TD, is_padding_T, self._expert_tokens.total_ends_E(layer))
+            if on_choices is not None:
+                on_choices(layer, expert_ids_Tk)
+            return few.mix_few(x_TD, expert_ids_Tk, weights_Tk)
+        groups, weights_Tk = self.choose_experts(layer, x_TD, on_choices, is_padding_T)
+        mixed_TD = groups.combine(self.experts(layer, groups.permute(x_TD), groups), weights_Tk)
+        return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)
 
     def run_shared_experts(self, layer: int, x_TD: Tensor) -> Tensor | None:
         """Return what the experts that compute every token add, [T, D]; None if the layer has none."""

@@ -19,9 +19,8 @@ from tramontane.workers.attention.autotune import (
     TIMED_TOKENS,
     _choose_decode,
     _choose_prefill,
-    select_fastest,
 )
-from tramontane.workers.attention.kernel_cases import Compute, correctness_cases, timing_cases
+from tramontane.workers.attention.kernel_cases import correctness_cases, timing_cases
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.sdpa_backend import (
     BatchSizeDispatch,
@@ -31,6 +30,7 @@ from tramontane.workers.attention.sdpa_backend import (
     PagedDecode,
     SdpaPrefill,
 )
+from tramontane.workers.device.kernel_selection import Compute, select_fastest
 
 CPU = torch.device("cpu")
 RIGHT = torch.arange(1.0, 5.0)
@@ -57,7 +57,7 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         compute()
         return seconds[last[0]]
 
-    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.device.kernel_selection"):
         return select_fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
 
 
@@ -82,7 +82,7 @@ def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixtu
     assert _chosen({"absent": NotImplementedError("not built for this GPU")}, {}, caplog) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == "decode by PyTorch's attention (absent not built for this GPU)"
+    assert record.getMessage() == "decode by PyTorch (absent not built for this GPU)"
 
 
 class _WiderWindow(SdpaPrefill):

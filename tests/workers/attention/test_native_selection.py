@@ -11,14 +11,15 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import autotune
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.attention.kernel_cases import Compute, timing_cases
+from tramontane.workers.attention.kernel_cases import timing_cases
 from tramontane.workers.attention.native_backend import NativeDecode, NativePrefill
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, SdpaPrefill
+from tramontane.workers.device.kernel_selection import Compute
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.stage.device_backend import backend_for
 
 needs_compiler = pytest.mark.usefixtures("compiler")
-LOGGER = "tramontane.workers.attention.autotune"
+LOGGER = "tramontane.workers"
 
 
 def _plan() -> StagePlan:

@@ -11,7 +11,8 @@ from torch import Tensor
 from tramontane.proto.layer_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertId
-from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS
+from tramontane.workers.model.expert_kernels import candidates, uneven_ends
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, torch_grouped_linear
 from tramontane.workers.model.moe import LocalExperts, run_experts
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
@@ -77,17 +78,35 @@ def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: lis
     torch.testing.assert_close(grouped, each, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_rows", range(1, MAX_SMALL_BATCH_ROWS + 1))
-def test_few_rows_are_what_a_grouped_product_makes_of_them(model: StageModel, num_rows: int) -> None:
+@pytest.mark.parametrize("num_tokens", range(1, MAX_SMALL_BATCH_ROWS // 2 + 1))
+def test_few_choices_are_what_a_grouped_product_makes_of_them(model: StageModel, num_tokens: int) -> None:
+    """Of the gate's own choices, all experts' products by torch; the last token is padding."""
     assert isinstance(model.experts, LocalExperts)
-    for stack in model.experts._stacks.values():
-        assert stack.has_small_batch_kernel, "the kernel does not work here"
-        for ends in ([0] * 7 + [num_rows], [num_rows] * 8, [0, *range(7)], [num_rows // 2] * 3 + [num_rows] * 5):
-            ends_E, own = torch.tensor(ends, dtype=torch.int32, device="cuda").clamp(max=num_rows), slice(min(ends[-1], num_rows))
-            with torch.inference_mode():
-                rows_CD = _rows(num_rows)
-                few, grouped = (each.run(rows_CD, ends_E)[own] for each in (stack, stack._replace(has_small_batch_kernel=False)))
-            torch.testing.assert_close(few, grouped, rtol=TOLERANCE, atol=TOLERANCE)
+    x_TD, is_padding_T = _rows(num_tokens), torch.arange(num_tokens, device="cuda") == max(num_tokens - 1, 1)
+    own = x_TD[: max(num_tokens - 1, 1)]
+    for layer, stack in model.experts._stacks.items():
+        assert stack.has_small_batch_kernel, "the kernels do not work here"
+        with torch.inference_mode():
+            few_TD = model.feed_forward(layer, x_TD, None, is_padding_T)
+            groups, weights_Tk = model.choose_experts(layer, own)
+            rows_CD = stack._replace(w13_product=torch_grouped_linear, w2_product=torch_grouped_linear).run(
+                groups.permute(own), groups.offsets_E
+            )
+            expected_TD = groups.combine(rows_CD, weights_Tk)
+        torch.testing.assert_close(few_TD[: len(own)], expected_TD, rtol=TOLERANCE, atol=TOLERANCE)
+        assert not few_TD[len(own) :].any()
+
+
+@pytest.mark.parametrize("num_rows", [17, 64, 200, 512, 600])
+def test_every_product_by_size_is_torchs(model: StageModel, num_rows: int) -> None:
+    assert isinstance(model.experts, LocalExperts)
+    stack, ends_E, rows_CD = model.experts._stacks[0], uneven_ends(num_rows, 8).cuda(), _rows(num_rows)
+    assert isinstance(stack.w13_product, ProductBySize)
+    with torch.inference_mode():
+        expected_C2F = torch_grouped_linear(rows_CD, stack.w13_E2FD, ends_E)
+        for product in (stack.w13_product, *candidates().values()):
+            out_C2F = product(rows_CD, stack.w13_E2FD, ends_E)
+            torch.testing.assert_close(out_C2F, expected_C2F, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_nothing_waits_for_the_device(model: StageModel, no_waiting: None) -> None:
@@ -99,7 +118,7 @@ def test_nothing_waits_for_the_device(model: StageModel, no_waiting: None) -> No
 
 @pytest.mark.parametrize("num_tokens", [4, 16])
 def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageModel, num_tokens: int) -> None:
-    """Of 4 tokens row by row, of 16 as a grouped product."""
+    """Of 4 tokens choice by choice, of 16 as a grouped product."""
     hidden_TD, is_padding_T = _rows(num_tokens), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
     with torch.inference_mode():
         replay = CudaGraphCapture()(lambda: _run(model, hidden_TD, is_padding_T))
@@ -114,5 +133,6 @@ def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageMo
             out_TD = replay()
             torch.testing.assert_close(out_TD[:own], expected_TD[:own], rtol=TOLERANCE, atol=TOLERANCE)
             assert torch.equal(out_TD[own:], hidden_TD[own:]), "nothing was added to padding"
+            torch.cuda.synchronize()
             after = model.expert_load
             assert [sum(after[layer]) - sum(before[layer]) for layer in LAYERS] == [2 * own] * 2

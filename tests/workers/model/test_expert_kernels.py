@@ -1,0 +1,172 @@
+"""Kernels of experts are used where they are right, and by their speed; few choices are computed without sorting them."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tiny_models import experts_together, random_model, tiny_args
+from torch import Tensor
+
+from tramontane.proto.layer_args import GateScores, MoeArgs
+from tramontane.workers.model import expert_kernels
+from tramontane.workers.model.expert_kernels import choose_product, small_batch_kernel_works, uneven_ends, with_gpu_kernels
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, torch_grouped_linear
+from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
+from tramontane.workers.model.transformer import StageModel
+
+SCORES = {
+    "logits": MoeArgs(4, 2),
+    "softmax": MoeArgs(4, 2, scores=GateScores.SOFTMAX),
+    "sigmoid": MoeArgs(4, 2, scores=GateScores.SIGMOID),
+}
+
+
+def _stack() -> StackedExperts:
+    return StackedExperts(torch.randn(4, 48, 16), torch.randn(4, 16, 24))
+
+
+def _choose(
+    logits_TE: Tensor, top_k: int, dtype: torch.dtype, is_padding_T: Tensor | None, total_ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Stand for the kernel, with PyTorch."""
+    logits_Tk, ids_Tk = logits_TE.topk(top_k, dim=-1)
+    if is_padding_T is not None:
+        ids_Tk = ids_Tk.masked_fill(is_padding_T[:, None], logits_TE.shape[1])
+    total_ends_E.add_(ExpertPermutation.of(ids_Tk, logits_TE.shape[1]).offsets_E)
+    return ids_Tk, logits_Tk.softmax(-1, dtype=torch.float32).to(dtype)
+
+
+def _mix(stack: StackedExperts, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """Stand for the kernels, with PyTorch."""
+    groups = ExpertPermutation.of(ids_Tk, len(stack.w2_EDF))
+    mixed_TD = groups.combine(stack.run(groups.permute(x_TD), groups.offsets_E), weights_Tk)
+    return torch.where((ids_Tk < len(stack.w2_EDF)).any(-1, keepdim=True), mixed_TD, 0)
+
+
+def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_moe = pytest.importorskip("tramontane.workers.kernels.triton_moe")
+    monkeypatch.setattr(triton_moe, "choose_experts", _choose)
+    monkeypatch.setattr(StackedExperts, "mix_few", _mix)
+    monkeypatch.setattr(expert_kernels, "_is_on_gpu", lambda _stack: True)
+    monkeypatch.setattr(expert_kernels, "choose_product", lambda *_: torch_grouped_linear)
+
+
+def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("small_batch_kernel_works", "choose_product"):
+        monkeypatch.setattr(expert_kernels, name, lambda *_: pytest.fail("tried"))
+    stacks = {3: _stack()}
+    assert with_gpu_kernels(stacks) == stacks
+    assert with_gpu_kernels({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "why"),
+    [
+        (1.0, None, ""),
+        (1.1, None, "differs by 0.1"),
+        (torch.nan, None, "differs by nan"),
+        (1.0, "No module named 'triton'", "triton"),
+    ],
+)
+def test_what_does_not_work_is_said_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, error: str | None, why: str
+) -> None:
+    def few_rows(*given: object) -> Tensor:
+        if error:
+            raise ImportError(error)
+        return factor * _mix(*given)  # type: ignore[arg-type]
+
+    _as_if_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(StackedExperts, "mix_few", few_rows)
+    with caplog.at_level(logging.WARNING):
+        stacks = with_gpu_kernels({0: _stack(), 1: _stack()})
+    assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
+    assert len(caplog.records) == bool(why)
+    assert why in caplog.text
+
+
+def test_a_kernel_that_counts_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    _as_if_on_a_gpu(monkeypatch)
+    triton_moe = pytest.importorskip("tramontane.workers.kernels.triton_moe")
+    monkeypatch.setattr(triton_moe, "choose_experts", lambda *given: (given[-1].add_(1), _choose(*given))[1])
+    assert not small_batch_kernel_works(_stack())
+    assert "other experts are chosen or counted" in caplog.text
+
+
+@pytest.fixture(params=SCORES)
+def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[StageModel, StageModel]:
+    """Return a model that computes few choices as on a GPU, and the same as on a CPU."""
+    model = random_model(replace(tiny_args(n_layers=2), moe=SCORES[request.param]))
+    plain = experts_together(model)
+    _as_if_on_a_gpu(monkeypatch)
+    return experts_together(model), plain
+
+
+def test_few_choices_are_those_of_the_gate_and_counted(models: tuple[StageModel, StageModel]) -> None:
+    """Also those of padding, which are of no expert, and of which nothing comes."""
+    few, plain = models
+    assert isinstance(few.experts, LocalExperts)
+    assert few.experts.kernel_name == "grouped, few rows apart"
+    for num_tokens in (1, 5, MAX_SMALL_BATCH_ROWS // 2):
+        for is_padding_T in (None, torch.arange(num_tokens) % 4 == 3):
+            x_TD = torch.randn(num_tokens, few.args.dim, generator=torch.Generator().manual_seed(num_tokens))
+            chosen: list[list[tuple[int, list[list[int]]]]] = [[], []]
+            with torch.inference_mode():
+                outs = [
+                    model.feed_forward(1, x_TD, lambda layer, ids, seen=seen: seen.append((layer, ids.tolist())), is_padding_T)  # type: ignore[misc]
+                    for model, seen in zip(models, chosen, strict=True)
+                ]
+            torch.testing.assert_close(*outs)
+            assert chosen[0] == chosen[1]
+            assert [layer for layer, _ in chosen[0]] == [1]
+            assert few.expert_load == plain.expert_load
+    assert sum(few.expert_load[1]) > 0
+
+
+def test_more_choices_are_sorted(models: tuple[StageModel, StageModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    few, plain = models
+    computed: list[int] = []
+    monkeypatch.setattr(StackedExperts, "mix_few", lambda *given: (computed.append(given[2].numel()), _mix(*given))[1])
+    for num_tokens in (1, MAX_SMALL_BATCH_ROWS // 2, MAX_SMALL_BATCH_ROWS // 2 + 1, 100):
+        x_TD = torch.randn(num_tokens, few.args.dim)
+        with torch.inference_mode():
+            torch.testing.assert_close(few.feed_forward(0, x_TD), plain.feed_forward(0, x_TD))
+    assert computed == [2, MAX_SMALL_BATCH_ROWS]
+
+
+def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are wrong are not used, and nor is one that is hardly faster than torch's."""
+    last: list[str] = []
+
+    def product(name: str, factor: float, *given: Tensor) -> Tensor:
+        last[:] = [name]
+        return factor * torch_grouped_linear(*given)
+
+    factors = {"torch": 1.0, "low": 1.001, "high": 0.999, "wrong": 1.1}
+    monkeypatch.setattr(expert_kernels, "candidates", lambda: {n: partial(product, n, f) for n, f in factors.items()})
+    seconds = {64: {"torch": 3e-6, "low": 1e-6, "high": 2e-6}, 256: {"torch": 3e-6, "low": 2.9e-6, "high": 2.95e-6}}
+    with caplog.at_level(logging.INFO):
+        chosen = choose_product("w2", torch.randn(4, 24, 16), lambda compute: seconds[len(compute())][last[0]])
+    assert isinstance(chosen, ProductBySize)
+    assert chosen.name == "low to 128 rows, torch to 512 rows"
+    assert caplog.messages == [
+        "w2 of experts for 64 rows by low (torch 3 us; low 1 us; high 2 us; wrong differs by 0.1)",
+        "w2 of experts for 256 rows by torch (torch 3 us; low 3 us; high 3 us; wrong differs by 0.1)",
+    ]
+    for num_rows, name in ((1, "low"), (128, "low"), (129, "torch"), (512, "torch"), (513, "")):
+        last[:] = [""]
+        ends_E = uneven_ends(num_rows, 4)
+        assert int(ends_E[-1]) == num_rows
+        chosen(torch.randn(num_rows, 16), torch.randn(4, 24, 16), ends_E)
+        assert last == [name]
+
+
+def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(expert_kernels, "candidates", fails)
+    assert choose_product("w2", torch.randn(4, 24, 16)) is torch_grouped_linear
+    assert "No module named 'triton'" in caplog.text

@@ -1,0 +1,125 @@
+"""Choice of the kernels of experts when a stage loads: which run on its GPU and are right, and which are the fastest.
+
+Shape letters: E experts, T tokens, k experts of each, C choices (rows sorted by expert), N outputs and K inputs of one matrix.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Clock, Compute, cuda_seconds, select_fastest
+from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.model.grouped_gemm import (
+    MAX_SMALL_BATCH_ROWS,
+    GroupedProduct,
+    ProductBySize,
+    StackedExperts,
+    torch_grouped_linear,
+)
+
+logger = logging.getLogger(__name__)
+
+ROW_CLASSES = {128: 64, 512: 256}  # up to so many rows the product is used that is the fastest for so many
+ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
+
+
+def with_gpu_kernels(stacks: Mapping[int, StackedExperts]) -> dict[int, StackedExperts]:
+    """Return the stacks with the kernels for small batches, and grouped products by their speed, as they work on the first.
+
+    Compiles and times kernels, and synchronizes with the device. Nothing changes on CPUs.
+    """
+    first = next(iter(stacks.values()), None)
+    if first is None or not _is_on_gpu(first):
+        return dict(stacks)
+    w13_product, w2_product = choose_product("w13", first.w13_E2FD), choose_product("w2", first.w2_EDF)
+    has_small_batch_kernel = small_batch_kernel_works(first)
+    return {
+        layer: StackedExperts(stack.w13_E2FD, stack.w2_EDF, has_small_batch_kernel, w13_product, w2_product)
+        for layer, stack in stacks.items()
+    }
+
+
+def _is_on_gpu(stack: StackedExperts) -> bool:
+    return stack.w13_E2FD.device.type == "cuda"
+
+
+def small_batch_kernel_works(stack: StackedExperts) -> bool:
+    """Return whether the kernels for small batches pass a self test; if not, log one line that says why."""
+    reason = try_or_reason(lambda: _test_small_batch_kernel(stack))
+    if reason:
+        logger.warning("The small-batch kernels for experts on %s are disabled: %s", stack.w13_E2FD.device, reason)
+    return not reason
+
+
+@torch.inference_mode()
+def _test_small_batch_kernel(stack: StackedExperts) -> None:
+    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be, of which one is padding."""
+    from tramontane.workers.kernels.triton_moe import choose_experts  # Triton comes with torch for CUDA only
+
+    num_experts, _, width = stack.w13_E2FD.shape
+    device, dtype, top_k = stack.w13_E2FD.device, stack.w13_E2FD.dtype, min(2, num_experts)
+    for num_tokens in (1, MAX_SMALL_BATCH_ROWS // top_k):
+        x_TD = torch.randn(num_tokens, width, dtype=dtype, device=device)
+        logits_TE = torch.randn(num_tokens, num_experts, device=device)
+        is_padding_T = torch.arange(num_tokens, device=device) == 1
+        total_ends_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        expert_ids_Tk, weights_Tk = choose_experts(logits_TE, top_k, dtype, is_padding_T, total_ends_E)
+        logits_Tk, expected_Tk = logits_TE.topk(top_k, dim=-1)
+        expected_Tk = expected_Tk.masked_fill(is_padding_T[:, None], num_experts)
+        ends_E = (expected_Tk.reshape(-1, 1) <= torch.arange(num_experts, device=device)).sum(0)
+        if not (torch.equal(expert_ids_Tk, expected_Tk) and torch.equal(total_ends_E, ends_E)):
+            raise ArithmeticError("other experts are chosen or counted")
+        assert_close_norm(weights_Tk, torch.softmax(logits_Tk, dim=-1), MAX_DIFFERENCE)
+        expected_TD = _mix_sorted(stack, x_TD, expected_Tk, weights_Tk, ends_E.int())
+        assert_close_norm(stack.mix_few(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE)
+
+
+def _mix_sorted(stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, D], by grouped products."""
+    order_C = expert_ids_Tk.flatten().argsort()
+    done_CD = stack.run(x_TD[order_C // expert_ids_Tk.shape[1]], ends_E)
+    by_choice_CD = torch.empty_like(done_CD)
+    by_choice_CD[order_C] = done_CD
+    by_choice_TkD = by_choice_CD.view(*expert_ids_Tk.shape, -1).float() * weights_Tk[..., None]
+    return torch.where((expert_ids_Tk < len(ends_E))[..., None], by_choice_TkD, 0).sum(1)
+
+
+def candidates() -> dict[str, GroupedProduct]:
+    """Return the grouped products by name, torch's first. Raises ImportError without Triton."""
+    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, tiled_grouped_linear  # as above
+
+    tiles = {"x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in FEW_ROWS_TILES}
+    return {"torch": torch_grouped_linear, **tiles}
+
+
+@torch.inference_mode()
+def choose_product(job: str, weight_ENK: Tensor, clock: Clock = cuda_seconds) -> GroupedProduct:
+    """Return torch's grouped product, or the fastest by the number of rows; log one line for each class of these numbers."""
+    try:
+        products = candidates()
+    except ImportError as error:
+        logger.warning("Experts are computed by torch's grouped product, because Triton cannot be imported (%s)", error)
+        return torch_grouped_linear
+    names = {name: name for name in products}
+    small = []
+    for max_rows, num_rows in ROW_CLASSES.items():
+        rows_CK = torch.randn(num_rows, weight_ENK.shape[2], dtype=weight_ENK.dtype, device=weight_ENK.device)
+        ends_E = uneven_ends(num_rows, len(weight_ENK)).to(weight_ENK.device)
+
+        def prepare(name: str, rows_CK: Tensor = rows_CK, ends_E: Tensor = ends_E) -> Compute:
+            return lambda: products[name](rows_CK, weight_ENK, ends_E)
+
+        expected_CN = torch_grouped_linear(rows_CK, weight_ENK, ends_E)
+        what = f"{job} of experts for {num_rows} rows"
+        name = select_fastest(what, names, prepare, prepare, expected_CN, clock, ADVANTAGE) or "torch"
+        small.append((max_rows, name, products[name]))
+    return ProductBySize(tuple(small))
+
+
+def uneven_ends(num_rows: int, num_experts: int) -> Tensor:
+    """Return where the groups of experts end if each row is given to one at random, always the same, [E] (int32)."""
+    experts_C = torch.randint(num_experts, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+    return torch.bincount(experts_C, minlength=num_experts).cumsum(0).int()
