@@ -85,7 +85,6 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
 
 def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:
     """Return the kernels with Triton's writes to the cache, or as they are where those are not right; logs why."""
-
     try:
         from tramontane.workers.attention.triton_cache import cache_rows, write_rows  # Triton is not on every platform
     except ImportError:

@@ -30,7 +30,7 @@ def select_gemv(layers: Iterable[Linear], clock: Clock = cuda_seconds) -> None:
     for alike in by_shape.values():
         chosen = {num_tokens: _select([layer.weight for layer in alike], num_tokens, clock) for num_tokens in TOKENS}
         for layer in alike:
-            layer.few_token_products = {num_tokens: product for num_tokens, product in chosen.items() if product is not F.linear}
+            layer.few_token_products = {number: product for number, product in chosen.items() if isinstance(product, partial)}
 
 
 def _select(weights: list[Tensor], num_tokens: int, clock: Clock) -> Product:

@@ -9,6 +9,7 @@ from torch import nn
 from tramontane.workers.device.native_library import source_digest
 from tramontane.workers.kernels import fused_ops, packed_linear
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
+from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear, probe_kernels
 from tramontane.workers.kernels.row_invariance import Matrix
@@ -19,9 +20,18 @@ PARAMETERS = ("NAME", "BLOCK_N", "SPLIT_K", "NUM_STAGES")  # of xformers' operat
 
 def name_kernels(model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Return what computes the products of each kind of matrix of a model, and what is between them, by part."""
-    norms = PYTORCH if ops is EAGER else "torch.compile" if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
+    norms = PYTORCH if ops is EAGER else "torch.compile and Triton" if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
     kinds = {_kind(layer): layer for layer in model.modules() if isinstance(layer, Matrix)}
-    return {"norms": norms, **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()}}
+    few = sorted({_name_few_token_products(layer) for layer in model.modules() if isinstance(layer, Linear)} - {""})
+    named = {"products of few tokens": "; ".join(few)} if few else {}
+    return {"norms": norms, **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()}, **named}
+
+
+def _name_few_token_products(layer: Linear) -> str:
+    """Return ``4096x4096: 1 by GemvBlock(...)`` for a matrix that has other products for some numbers of tokens."""
+    shape = "x".join(map(str, layer.weight.shape))
+    products = [f"{num_tokens} by {product.keywords['block']}" for num_tokens, product in layer.few_token_products.items()]
+    return f"{shape}: {', '.join(products)}" if products else ""
 
 
 def _kind(layer: Matrix) -> str:

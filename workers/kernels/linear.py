@@ -4,7 +4,7 @@ Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        self.few_token_products: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
+        self.few_token_products: dict[int, partial[Tensor]] = {}
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T."""

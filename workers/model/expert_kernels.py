@@ -22,7 +22,7 @@ from tramontane.workers.model.grouped_gemm import (
 
 logger = logging.getLogger(__name__)
 
-ROW_CLASSES = {128: 64, 512: 256}  # up to so many rows the product is used that is the fastest for so many
+ROW_CLASSES = {64: 64, 128: 128, 512: 256}  # up to so many rows the product is used that is the fastest for so many
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 

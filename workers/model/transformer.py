@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.fused_ops import FusedOps
+from tramontane.workers.kernels.gemv_selection import select_gemv
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products
 from tramontane.workers.model.gate import sigmoid
@@ -61,6 +62,10 @@ class StageModel(nn.Module):
                 attention.finalize_weights(self.block(layer).attention_norm.weight.dtype, products)
         if self.experts is not None:
             self.experts.finalize_weights(products)
+        if products is None and device.type == "cuda":
+            select_gemv(
+                module for name, module in self.named_modules() if isinstance(module, Linear) and not name.startswith("experts.")
+            )
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of token ids. For the first stage."""
