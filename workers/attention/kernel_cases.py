@@ -124,7 +124,7 @@ def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | 
     prefill_index = PrefillMetadata(window, *lens, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
-    starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
+    starts = [keys - 1 - 8 * (i % 32) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
     return KernelCase(
         random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim),

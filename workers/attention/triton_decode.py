@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.4028235e38)  # a score that no other is below, and fini
 
 @dataclass(frozen=True, slots=True)
 class SplitMask:
-    """Which tokens there are, and how many parts of each token and key/value head have ended, [B, G] (int32), 0 between kernels."""
+    """Which tokens there are, and how many parts of each token and key/value head have ended, [B, G]: 0 between kernels."""
 
     index: DecodeMetadata
     ended_BG: Tensor

@@ -1,4 +1,4 @@
-"""Products of one and two tokens: the kernel by the interpreter, compiled for a GPU that is not there, and which one is chosen."""
+"""Products of one and two tokens: the kernel interpreted, compiled for a GPU that is not there, and which one is chosen."""
 
 from collections.abc import Callable
 
