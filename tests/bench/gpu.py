@@ -36,7 +36,7 @@ GPU_TESTS = (
     "model/test_grouped_gemm_on_gpu.py",
     "kernels/test_quantized_linear.py",
     "kernels/test_triton_linear.py",
-    "kernels/test_gemv_selection.py",
+    "kernels/test_product_selection.py",
     "kernels/test_triton_moe.py",
     "attention/test_triton_attention.py",
     "attention/test_triton_decode.py",

@@ -63,7 +63,7 @@ def gemv(rows: Rows) -> None:
             rows.add(what="F.linear", m=m, n=n, k=k, us=took)
             for block in BLOCKS:
                 took = rows.us([partial(product, x, weight, block) for weight in weights])
-                rows.add(what="gemv", m=m, n=n, k=k, block=(block.outputs, block.inputs, block.warps), us=took)
+                rows.add(what="gemv", m=m, n=n, k=k, block=tuple(block), us=took)
 
 
 JOBS = {"decode": decode, "gemv": gemv}

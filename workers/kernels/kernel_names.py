@@ -22,16 +22,15 @@ def name_kernels(model: nn.Module, ops: FusedOps, device: torch.device, dtype: t
     """Return what computes the products of each kind of matrix of a model, and what is between them, by part."""
     norms = PYTORCH if ops is EAGER else "torch.compile and Triton" if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
     kinds = {_kind(layer): layer for layer in model.modules() if isinstance(layer, Matrix)}
-    few = sorted({_name_few_token_products(layer) for layer in model.modules() if isinstance(layer, Linear)} - {""})
-    named = {"products of few tokens": "; ".join(few)} if few else {}
+    small = sorted({_name_small_batches(layer) for layer in model.modules() if isinstance(layer, Linear)} - {""})
+    named = {"products of small batches": "; ".join(small)} if small else {}
     return {"norms": norms, **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()}, **named}
 
 
-def _name_few_token_products(layer: Linear) -> str:
-    """Return ``4096x4096: 1 by GemvBlock(...)`` for a matrix that has other products for some numbers of tokens."""
-    shape = "x".join(map(str, layer.weight.shape))
-    products = [f"{num_tokens} by {product.keywords['block']}" for num_tokens, product in layer.few_token_products.items()]
-    return f"{shape}: {', '.join(products)}" if products else ""
+def _name_small_batches(layer: Linear) -> str:
+    """Return ``4096x4096: gemv 8x512x4 to 1`` and so on for a matrix that has products for small batches."""
+    products = ", ".join(f"{name} to {max_tokens}" for max_tokens, name, _ in layer.small_batch_products)
+    return f"{'x'.join(map(str, layer.weight.shape))}: {products}" if products else ""
 
 
 def _kind(layer: Matrix) -> str:

@@ -4,7 +4,7 @@ Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,22 @@ class Linear(nn.Linear):
     On a CPU it is used only without a C compiler, see ``packed_linear.py``. One without instructions for 16-bit floats (AVX2
     only) multiplies them six times slower than float32. There the weights are converted to float32, a block of rows at a time,
     unless tokens are few. ``product`` computes instead of all this where it is set: see ``RowProducts.linear``. So do
-    ``few_token_products`` for the numbers of tokens that they have: see ``select_gemv``.
+    ``small_batch_products``: for up to how many tokens, in rising order, the name of a product, and the product; see
+    ``select_products``.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        self.few_token_products: dict[int, partial[Tensor]] = {}
+        self.small_batch_products: tuple[tuple[int, str, Callable[[Tensor, Tensor], Tensor]], ...] = ()
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Compute x W^T."""
         if self.product is not None:
             return self.product(x_TK, self.weight, None)
-        if (few := self.few_token_products.get(len(x_TK))) is not None and x_TK.dtype == self.weight.dtype:
-            return few(x_TK, self.weight)
+        for max_tokens, _, product in self.small_batch_products:
+            if len(x_TK) <= max_tokens and x_TK.dtype == self.weight.dtype:
+                return product(x_TK, self.weight)
         if x_TK.dtype != self.weight.dtype:
             return blockwise_linear(x_TK, self.weight, x_TK.dtype)
         if len(x_TK) <= FEW_TOKENS or has_native_matmul(x_TK.device.type, x_TK.dtype):

@@ -3,8 +3,8 @@
 Every tile adds the products of a row in the order of the inputs, ``Tile.inputs`` at a time, in float32. No sum is divided
 between programs, and the same compiled kernel multiplies one row and a thousand. Where a row stands in its tile changes nothing.
 
-``FEW_ROWS_TILES`` are for grouped products of few rows per expert, in stages that need no such rows: the fastest is chosen on
-the GPU, see ``workers/model/expert_kernels.py``.
+``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for products of few rows, in stages
+that need no such rows: the fastest is chosen on the GPU, see ``workers/model/expert_kernels.py`` and ``product_selection.py``.
 
 Shape letters: C rows (tokens, or choices sorted by expert), E experts, N outputs and K inputs of a matrix; r, n, k of a tile.
 """
@@ -40,11 +40,16 @@ FEW_ROWS_TILES = (
     Tile(32, 128, 128, 4, 3),
     Tile(64, 128, 64, 4, 4),
 )
+# For 16 bits and one matrix, by the most rows: with few outputs, so that a matrix of 4096 is read by 64 or 128 programs.
+SMALL_BATCH_TILES = {
+    16: (Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    64: (Tile(64, 32, 256, 4, 3), Tile(64, 64, 128, 4, 3), Tile(32, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
+}
 
 
-def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None) -> Tensor:
+def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W is converted."""
-    tile = TILES[x_CK.element_size()]
+    tile = tile or TILES[x_CK.element_size()]
     return _launch(x_CK, weight_NK[None], scale_N, None, tile, triton.cdiv(len(x_CK), tile.rows))
 
 

@@ -57,7 +57,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         more_d = tl.load(more_TD + begins + d, mask=d < width, other=0.0)
         x_d = (x_d.to(tl.float32) + more_d.to(tl.float32)).to(x_d.dtype)
         tl.store(sum_TD + begins + d, x_d, mask=d < width)
+    weight_d = tl.load(weight_D + d, mask=d < width, other=0.0).to(tl.float32)  # is on its way while the sum is computed
     x_d = x_d.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x_d * x_d, axis=0) / width + eps)
-    weight_d = tl.load(weight_D + d, mask=d < width, other=0.0).to(tl.float32)
     tl.store(out_TD + begins + d, (x_d * scale * weight_d).to(out_TD.dtype.element_ty), mask=d < width)

@@ -18,9 +18,9 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows [C, K], m
 # On other GPUs torch reads the sizes of the groups on the host and multiplies one group after the other.
 KERNEL_CAPABILITIES = (9, 10)  # major compute capability: Hopper and Blackwell
 KERNEL_STEP = 8  # bfloat16 numbers in 16 bytes, the alignment of rows
-# Up to so many choices each reads its expert's weights separately: of Mixtral 8x7B on an H200 16 took 0.79 of the time of torch's
-# grouped product, 32 took 1.35.
-MAX_SMALL_BATCH_ROWS = 16
+# Up to so many choices each reads its expert's weights separately. Of Mixtral 8x7B on an H200 8 took 0.77 of the time of sorting
+# them for torch's grouped product, and 16 took 1.7 times that of the fastest tiles, without the sort.
+MAX_SMALL_BATCH_ROWS = 8
 
 
 def torch_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:

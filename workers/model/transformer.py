@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.kernels.fused_ops import FusedOps
-from tramontane.workers.kernels.gemv_selection import select_gemv
 from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.product_selection import select_products
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products
 from tramontane.workers.model.gate import sigmoid
 from tramontane.workers.model.grouped_query_attention import Attend
@@ -63,7 +63,7 @@ class StageModel(nn.Module):
         if self.experts is not None:
             self.experts.finalize_weights(products)
         if products is None and device.type == "cuda":
-            select_gemv(
+            select_products(
                 module for name, module in self.named_modules() if isinstance(module, Linear) and not name.startswith("experts.")
             )
 
