@@ -95,6 +95,7 @@ PARTS = {
     "experts": Part(100, _program("gpu_kernels.py", "experts")),
     "rolling": Part(75, _rows("rolling")),
     "channels": Part(60, _program("gpu_channels.py")),
+    "stages": Part(150, _program("gpu_stages.py")),
     "transformers": Part(120, _rows("transformers")),
     "invariance": Part(90, _rows("invariance")),
     "invariance-cost": Part(90, _rows("invariance-cost")),

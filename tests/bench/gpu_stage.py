@@ -71,15 +71,19 @@ class Runner:
     def prefill(self, num_sequences: int, length: int, budget: int) -> float:
         """Start sequences of ``length`` random tokens, up to ``budget`` tokens in a micro-batch; returns seconds."""
         self.clear()
+        self.add_sequences(num_sequences, length)
+        began = time.perf_counter()
+        for chunks in packed(self.sequences, budget):
+            self._complete(self.worker.step(self._batch(tuple(self._chunk(*chunk) for chunk in chunks)), None))
+        return time.perf_counter() - began
+
+    def add_sequences(self, num_sequences: int, length: int) -> None:
+        """Add sequences of ``length`` random tokens."""
         generator = torch.Generator().manual_seed(length)
         for seq_id in range(num_sequences):
             ids = torch.randint(0, self.plan.args.vocab_size, (length,), generator=generator).tolist()
             self.sequences.append(Sequence(seq_id, tuple(ids), GREEDY, max_len=self.plan.args.max_seq_len))
             assert self.allocator.reserve_for_admission(self.sequences[-1]), "the planned cache is too small for this row"
-        began = time.perf_counter()
-        for chunks in packed(self.sequences, budget):
-            self._complete(self.worker.step(self._batch(tuple(self._chunk(*chunk) for chunk in chunks)), None))
-        return time.perf_counter() - began
 
     def decode(self, num_steps: int) -> StepTimes:
         """Decode ``num_steps`` tokens of every sequence, one step after the other."""
