@@ -312,6 +312,10 @@ def _gpu_channels(_bench: Any, wrong: int = 0, exit_code: int = 0) -> Patches:  
     }
 
 
+def _gpu_stages(_bench: Any, shared: float = 0.8) -> Patches:  # noqa: ANN401
+    return {"tokens_per_s": lambda _size, num_stages: 1.0 if num_stages == 1 else shared}
+
+
 def _gpu_rows(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0) -> Patches:  # noqa: ANN401
     def group(*_: object) -> Iterator[Any]:
         yield bench.Figure("decode", share, "memory wall", 0.75, "")
@@ -398,6 +402,7 @@ CASES = {
     "gpu": Case(_gpu, [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}], has_json=False),
     "gpu_smoke": Case(_gpu_smoke, [{"failed": 1}], ["--device", "cpu"], has_json=False),
     "gpu_channels": Case(_gpu_channels, [{"wrong": 1}, {"exit_code": -6}], ["--device", "cpu"], has_json=False),
+    "gpu_stages": Case(_gpu_stages, [{"shared": 0.79}, {"shared": float("nan")}], ["--device", "cpu"], has_json=False),
     "gpu_rows": Case(
         _gpu_rows,
         [{"checked": 0.02}, {"checked": float("nan")}, {"share": 0.74}, {"share": float("nan")}, {"error": 1}],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,14 +125,22 @@ def mask_checks(device: str, small: bool) -> Iterator[Check]:
 
     The worst kernel of this machine counts. It is a failure if there is none.
     """
+    from tramontane.workers.attention.triton_decode import VARIANTS, SplitKDecode
+    from tramontane.workers.attention.varlen_backend import VarlenPrefill
     from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
 
     heads = SMALL_HEADS if small else HEADS
     for window in (None, 16, 1024, 4096):
-        tried = {name: _tried(lambda k=kernel: _prefill(k, window, heads, device)) for name, kernel in prefill_kernels().items()}  # type: ignore[misc]  # noqa: B023
+        tried = {
+            name: _tried(partial(_prefill, kernel, window, heads, device))
+            for name, kernel in ({"varlen": VarlenPrefill()} | prefill_kernels()).items()
+        }
         yield _worst(f"mask: prefill, window {window}", tried)
         for page_size in PAGE_SIZES:
-            some = decode_kernels(page_size, 1) | decode_kernels(page_size, 32)
+            ours = {
+                f"{parts} parts of {v}": SplitKDecode(heads[1], v[0], parts, *v[1:]) for v in VARIANTS for parts in (1, 4, 32)
+            }
+            some = decode_kernels(page_size, 1) | decode_kernels(page_size, 32) | ours
             kernels = {
                 name: kernel for name, kernel in some.items() if not name.startswith("split-K") or TRIED_PARTS.search(name)
             }

@@ -6,22 +6,14 @@ computed in the same way: the first layer of a stage and all others must agree.
 Shape letters: T tokens, D model width; d of a row that is padded to a power of two.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tramontane.workers.device.alignment import aligned
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
 
 WARPS = 8
-
-
-def row_wise_ops() -> FusedOps:
-    """Return the operations with this norm. PyTorch computes the others, element by element."""
-    return replace(EAGER, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

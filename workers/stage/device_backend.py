@@ -1,6 +1,6 @@
 """What a kind of device offers to a stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,10 +62,12 @@ def row_wise_backend(
     try:
         # Triton is not installed on every platform.
         from tramontane.workers.attention.triton_attention import triton_kernels
-        from tramontane.workers.kernels.triton_norm import row_wise_ops
+        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 
         products = triton_products(device, plan.weight_format)
         kernels = try_kernels(plan, device, triton_kernels(plan))
-        return DeviceBackend(kernels, row_wise_ops(), graph_capture, make_event, products, has_exact_sums=True)
+        # PyTorch computes the other operations, element by element.
+        ops = replace(EAGER, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
+        return DeviceBackend(kernels, ops, graph_capture, make_event, products, has_exact_sums=True)
     except Exception as error:  # compilers, drivers and imports raise errors of any kind
         raise triton_refusal(plan.label, error) from error
