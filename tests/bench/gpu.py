@@ -86,7 +86,6 @@ PARTS = {
     "profile": Part(75, _program("gpu_kernels.py", "profile")),
     "logits": Part(90, _rows("logits")),
     "linear": Part(60, _program("gpu_kernels.py", "linear")),
-    "attention": Part(90, _program("gpu_kernels.py", "attention")),
     "prefill": Part(45, _program("gpu_kernels.py", "prefill")),
     "mixtral": Part(120, _rows("mixtral")),
     "split-k": Part(120, _program("gpu_sweeps.py", "decode")),
