@@ -22,7 +22,8 @@ PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in sour
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
 # A key of rows, a state and the heading of a table for the documents; an option of pip; an option of guidellm.
 KEPT = {
-    "gpu_rows.py": ["wanted"], "gpu_stages.py": ["wanted"],
+    "gpu_rows.py": ["wanted"],
+    "gpu_stages.py": ["wanted"],
     "gpu.py": ["wanted", "missed"],
     "gpu_report.py": ["wanted", "| row | measured | target | met | detail |"],
     "peer_environments.py": ["--target"],

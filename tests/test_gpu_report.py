@@ -80,3 +80,11 @@ def test_sizes_that_a_kernel_refuses_are_not_the_best(gpu_report: ModuleType) ->
     refused = {"what": "flash 3", "tokens": 9, "window": None, "error": "no"}
     table = [*gpu_report.kernels([{"prefill": _part(refused, refused | {"what": "flash 2", "us": 7.0, "tflops": 2.0})}])]
     assert table[2:] == ["| prefill | 9 tokens, window None | flash 2 | 7 | 2 TFLOP/s |"]
+
+
+def test_the_fastest_decode_kernel_of_a_case(gpu_report: ModuleType) -> None:
+    case = {"what": "split-K", "batch": 4, "keys": 99, "page": 16, "block": 64, "warps": 4, "stages": 2, "tb_per_s": 3.0}
+    rows = [case | {"parts": parts, "us": us} for parts, us in ((4, 9.0), (8, 7.0))]
+    table = [*gpu_report.kernels([{"split-k": _part(*rows)}])]
+    sizes = "pages of 16, blocks of 64, 8 parts, 4 warps, 2 stages"
+    assert table[2:] == [f"| split-k | 4 sequences of 99 keys | {sizes} | 7 | 3 TB/s |"]

@@ -33,7 +33,7 @@ from tramontane.workers.weights.tensor_spec import TensorSpec
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, SMALL_HEADS, HEAD_DIM = (32, 8), (4, 1), 128  # of queries and of keys
 PAGE_SIZES = (16, 64)
-TRIED_PARTS = re.compile("(its own|1) parts, 1 |4 parts, 3 ")  # a choice of split-K kernels: each takes seconds to compile
+TRIED_PARTS = (1, 4, 16)  # of the keys of a token: each takes seconds to compile
 # (start, tokens) of chunks: first and later ones, shorter and longer than the windows
 CHUNKS = [(0, 700), (90, 2), (3000, 250), (4100, 33)]
 BATCHES = (1, 3, 8, 9, 16, 17)
@@ -127,9 +127,16 @@ def mask_checks(device: str, small: bool) -> Iterator[Check]:
     """
     from tramontane.workers.attention.triton_decode import VARIANTS, SplitKDecode
     from tramontane.workers.attention.varlen_backend import VarlenPrefill
-    from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
+    from tramontane.workers.attention.xformers_backend import prefill_kernels
 
     heads = SMALL_HEADS if small else HEADS
+    decodes = {
+        f"split-K of {block} keys in {parts} parts, {warps} warps, {stages} stages": SplitKDecode(
+            heads[1], block, parts, warps, stages
+        )
+        for block, warps, stages in VARIANTS
+        for parts in TRIED_PARTS
+    }
     for window in (None, 16, 1024, 4096):
         tried = {
             name: _tried(partial(_prefill, kernel, window, heads, device))
@@ -137,14 +144,7 @@ def mask_checks(device: str, small: bool) -> Iterator[Check]:
         }
         yield _worst(f"mask: prefill, window {window}", tried)
         for page_size in PAGE_SIZES:
-            ours = {
-                f"{parts} parts of {v}": SplitKDecode(heads[1], v[0], parts, *v[1:]) for v in VARIANTS for parts in (1, 4, 32)
-            }
-            some = decode_kernels(page_size, 1) | decode_kernels(page_size, 32) | ours
-            kernels = {
-                name: kernel for name, kernel in some.items() if not name.startswith("split-K") or TRIED_PARTS.search(name)
-            }
-            tried = {name: _tried(lambda k=k: _decode(k, window, page_size, heads, device)) for name, k in kernels.items()}  # type: ignore[misc]  # noqa: B023
+            tried = {name: _tried(lambda k=k: _decode(k, window, page_size, heads, device)) for name, k in decodes.items()}  # type: ignore[misc]  # noqa: B023
             yield _worst(f"mask: decode, window {window}, pages of {page_size}", tried)
 
 

@@ -1,6 +1,6 @@
 """Times of single kernels on a GPU, and profiles of steps: what one needs to know to make steps faster elsewhere.
 
-    python tests/bench/gpu_kernels.py linear|attention|prefill|experts|profile|host [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu_kernels.py linear|prefill|experts|profile|host [--device cuda] [--small] [--json FILE]
 
 Times of kernels are of CUDA graphs over buffers that no cache holds together; microseconds are medians. ``tb_per_s`` counts the
 bytes that have to be read once. ``profile`` adds up the kernels of steps, ``host`` the Python functions of decode steps.
@@ -116,36 +116,6 @@ def _add_product(rows: Rows, what: str, shape: tuple[int, int, int], calls: Sequ
     rows.add(what=what, m=m, n=n, k=k, us=took, tb_per_s=2 * n * k / took / 1e6, tflops=2 * m * n * k / took / 1e6)
 
 
-def attention(rows: Rows) -> None:
-    """Time split-K decode kernels by page size, block, parts, stages and warps."""
-    if rows.device == "cpu":  # these kernels are for GPUs
-        return
-    for batch, keys in ((1, 1100), (16, 1100), (64, 1100), (8, 4096), (1, 32000)):
-        for page, block in ((16, 16), (64, 64), (128, 128)):
-            _add_split_k(rows, batch, keys, page, block)
-
-
-def _add_split_k(rows: Rows, batch: int, keys: int, page: int, block: int) -> None:
-    from xformers.ops.fmha import triton_splitk
-
-    from tramontane.workers.attention.rolling_cache import PageTable
-    from tramontane.workers.attention.xformers_backend import attend, paged_mask
-
-    width = -(-keys // page) * 5 // 4 + 1
-    pages = torch.randperm(batch * width, device=rows.device).int().view(batch, width)
-    k_NGd, v_NGd = (rows.random(batch * width * page, 8, 128) for _ in range(2))
-    q_BHd = rows.random(batch, 32, 128)
-    zeros, ends = (torch.full((batch,), n, dtype=torch.int32, device=rows.device) for n in (0, keys))
-    mask = paged_mask(PageTable(pages, zeros, ends), page)
-    for parts in (1, 4, 8, 16, 32, 64) if batch <= 8 else (1, 2, 4, 8):
-        for stages, warps in ((1, 2), (3, 2), (2, 4)):
-            sizes = {"BLOCK_N": block, "SPLIT_K": parts, "NUM_STAGES": stages, "NUM_WARPS": warps}
-            operator = type("SplitK", (triton_splitk.FwOp,), sizes)
-            case = {"what": "split-K", "batch": batch, "keys": keys, "page": page, **sizes}
-            call = partial(attend, q_BHd, k_NGd, v_NGd, mask, operator)
-            _add_or_error(rows, case, call, "tb_per_s", batch * keys * 4096)
-
-
 def _add_or_error(rows: Rows, case: dict[str, object], call: Compute, rate: str, amount: float) -> None:
     """Add a row with ``amount`` per microsecond, in units of 10**12 per second, as ``rate``."""
     try:
@@ -158,7 +128,7 @@ def _add_or_error(rows: Rows, case: dict[str, object], call: Compute, rate: str,
 
 def prefill(rows: Rows) -> None:
     """Time attention of one long prompt by torch's own kernels and by xformers'."""
-    if rows.device == "cpu":  # as above
+    if rows.device == "cpu":  # these kernels are for GPUs
         return
     for tokens, window in ((2048, None), (8192, 4096), (8192, None)):
         qkv = [rows.random(tokens, heads, 128) for heads in (32, 8, 8)]
@@ -329,7 +299,7 @@ def _medians_ms(times: StepTimes) -> dict[str, float]:
     return {kind: statistics.median(getattr(times, kind)) * 1e3 for kind in ("whole", "device")}
 
 
-JOBS = {"linear": linear, "attention": attention, "prefill": prefill, "experts": experts, "profile": profile, "host": host}
+JOBS = {"linear": linear, "prefill": prefill, "experts": experts, "profile": profile, "host": host}
 
 
 def main() -> int:

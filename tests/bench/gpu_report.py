@@ -75,7 +75,7 @@ def _decode(row: Row) -> tuple[Any, ...]:
 
 
 def _split_k(row: Row) -> str:
-    return "pages of {page}, blocks of {BLOCK_N}, {SPLIT_K} parts, {NUM_STAGES} stages, {NUM_WARPS} warps".format(**row)
+    return "pages of {page}, blocks of {block}, {parts} parts, {warps} warps, {stages} stages".format(**row)
 
 
 def _prompt(row: Row) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ def _what(row: Row) -> str:
 # For each part: the case of a row, of which the last item is shown and the others are its order, and the way of the best row.
 CASES: dict[str, tuple[Callable[[Row], tuple[Any, ...]], Callable[[Row], str]]] = {
     "linear": (_product, _what),
-    "attention": (_decode, _split_k),
+    "split-k": (_decode, _split_k),
     "prefill": (_prompt, _what),
     "experts": (_experts, _what),
     "channels": (_transfer, lambda _row: ""),

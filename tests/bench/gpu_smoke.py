@@ -39,11 +39,11 @@ def cuda(device: torch.device) -> object:
 
 
 def xformers_operators(_device: torch.device) -> object:
-    from xformers.ops.fmha import cutlass, flash, flash3, triton_splitk
+    from xformers.ops.fmha import cutlass, flash, flash3
 
     from tramontane.workers.attention import xformers_backend  # noqa: F401 - it makes xformers accept its operators
 
-    return {operator.NAME: operator.is_available() for operator in (cutlass.FwOp, flash.FwOp, flash3.FwOp, triton_splitk.FwOp)}
+    return {operator.NAME: operator.is_available() for operator in (cutlass.FwOp, flash.FwOp, flash3.FwOp)}
 
 
 def fused_ops(device: torch.device) -> object:

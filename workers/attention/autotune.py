@@ -40,7 +40,7 @@ def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
-    """Choose the kernels of a stage: by speed on its device, or PyTorch's without a C compiler or without xformers.
+    """Choose the kernels of a stage: by speed on its device, or PyTorch's where no other can be used.
 
     On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are and PyTorch's are not.
     """
@@ -68,19 +68,23 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
     """Return the kernels for prompts, and a function that returns those for a number of single tokens."""
     prefills: dict[str, PrefillKernel] = {}
     try:
-        # xformers is not installed on every platform, nor is Triton; variable-length attention needs torch's flash attention.
-        from tramontane.workers.attention.varlen_backend import VarlenPrefill
+        from tramontane.workers.attention.varlen_backend import VarlenPrefill  # needs torch's flash attention
 
         prefills["torch's varlen"] = VarlenPrefill()
-        from tramontane.workers.attention.triton_decode import split_k_kernels
-        from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
     except (ImportError, OSError) as error:
-        logger.warning("xformers' and Triton's kernels for attention cannot be imported (%s)", error)
+        logger.warning("torch's attention for prompts of several lengths cannot be imported (%s)", error)
+    try:
+        from tramontane.workers.attention.xformers_backend import prefill_kernels  # xformers is not on every platform
+
+        prefills |= prefill_kernels()
+    except (ImportError, OSError) as error:
+        logger.warning("xformers' kernels for attention of prompts cannot be imported (%s)", error)
+    try:
+        from tramontane.workers.attention.triton_decode import split_k_kernels  # neither is Triton
+    except (ImportError, OSError) as error:
+        logger.warning("Triton's kernels for attention of single tokens cannot be imported (%s)", error)
         return prefills, lambda _num_tokens: {}
-    return prefills | prefill_kernels(), lambda num_tokens: {
-        **split_k_kernels(num_tokens, plan.args.n_kv_heads),
-        **decode_kernels(plan.cache.page_size, num_tokens),
-    }
+    return prefills, lambda num_tokens: dict(split_k_kernels(num_tokens, plan.args.n_kv_heads))
 
 
 def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:

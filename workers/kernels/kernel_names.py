@@ -15,7 +15,7 @@ from tramontane.workers.kernels.quantized_linear import QuantizedLinear, probe_k
 from tramontane.workers.kernels.row_invariance import Matrix
 
 PYTORCH = "PyTorch"
-PARAMETERS = ("NAME", "BLOCK_N", "SPLIT_K", "NUM_STAGES")  # of xformers' operators, which are classes
+PARAMETERS = ("NAME",)  # of xformers' operators, which are classes
 
 
 def name_kernels(model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -53,7 +53,7 @@ def name_in_c(source: Path) -> str:
 
 
 def describe_kernel(kernel: object) -> str:
-    """Return the name of a kernel with its parameters: ``PagedDecode(FwOp(NAME fa2F))``."""
+    """Return the name of a kernel with its parameters: ``PackedPrefill(FwOp(NAME fa2F))``."""
     if is_dataclass(kernel) and not isinstance(kernel, type):
         parameters = [describe_kernel(getattr(kernel, field.name)) for field in fields(kernel)]
         return f"{type(kernel).__name__}({', '.join(parameters)})"

@@ -1,6 +1,5 @@
 """Every way to attend computes the reference, and every mask is the one the definition gives, entry by entry."""
 
-import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -229,51 +228,3 @@ def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, in
     ]
     assert shape == (len(queries), len(keys))
     assert torch.equal(mask, _additive([[i == j and _sees(p, s, window) for j, s in keys] for i, p in queries]))
-
-
-@pytest.mark.parametrize("page_size", [4, 16, 64])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("positions", DECODES)
-def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None, page_size: int) -> None:  # noqa: ANN401
-    """Over the whole pool: a token sees the rows of its positions, wherever its pages lie, and nothing else."""
-    index = _decode_index(positions, window, page_size)
-    mask = xformers_kernels.PagedDecode(None).build_mask(index)
-    assert mask.q_seqinfo.seqstart.tolist() == mask.q_seqinfo.seqstart_py == [*range(len(mask.block_tables) + 1)]
-    assert (mask.q_seqinfo.min_seqlen, mask.q_seqinfo.max_seqlen) == (1, 1)
-    assert mask.k_seqinfo.max_seqlen == mask.block_tables.shape[1] * page_size
-    assert {mask.block_tables.dtype, mask.k_seqinfo.seqstart.dtype, mask.k_seqinfo.seqlen.dtype} == {torch.int32}
-    if window is None and max(positions) > 1000:
-        assert mask.block_tables.shape[1] * page_size < MAX_LEN, "narrower than the ring"
-    padded, num_rows = len(mask.block_tables), (index.ring.num_pages + 1) * page_size
-    assert padded == 2 ** (len(positions) - 1).bit_length()
-    expected = torch.zeros(padded, num_rows, dtype=torch.bool)
-    for token, rows in enumerate(_seen_rows(index)):
-        expected[token, rows] = True
-    expected[len(positions) :, index.ring.num_pages * page_size] = True  # padding sees one row of the scratch page
-    assert torch.equal(_materialized(mask, num_rows), _additive(expected.tolist()))
-
-
-def _materialized(mask: Any, num_rows: int) -> Tensor:  # noqa: ANN401
-    """xformers' own, from the tensors that its kernels read: this needs what the host does not know otherwise."""
-    starts, ends = mask.k_seqinfo.seqstart.tolist(), mask.k_seqinfo.seqlen.tolist()
-    keys = dataclasses.replace(mask.k_seqinfo, seqstart_py=starts, seqlen_py=ends)
-    known = dataclasses.replace(mask, k_seqinfo=keys)
-    batch = len(mask.block_tables)
-    whole = torch.full((batch, num_rows), -torch.inf)
-    for token in range(batch):  # by itself: a page that stands in a table twice, behind the token's own, is not seen there
-        used = -(-ends[token] // mask.page_size)
-        alone = dataclasses.replace(
-            known,
-            q_seqinfo=type(mask.q_seqinfo).from_seqlens([1], device=torch.device("cpu")),
-            k_seqinfo=dataclasses.replace(
-                keys,
-                seqstart=keys.seqstart[[token, -1]],
-                seqlen=keys.seqlen[[token]],
-                seqstart_py=[starts[token], starts[-1]],
-                seqlen_py=[ends[token]],
-            ),
-            block_tables=mask.block_tables[[token], :used],
-        )
-        row = alone.materialize((1, used * mask.page_size))[0]
-        whole[token, : len(row)] = row
-    return whole

@@ -2,10 +2,8 @@
 
 import dataclasses
 import logging
-import os
-import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from tramontane.workers.attention.autotune import (
     TIMED_TOKENS,
     _choose_decode,
     _choose_prefill,
+    _gpu_candidates,
 )
 from tramontane.workers.attention.kernel_cases import correctness_cases, timing_cases
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
@@ -132,7 +131,7 @@ def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("num_tokens", TIMED_TOKENS)
 def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
-    """As most are while a sequence grows, with the stage's own window. Split-K gives each part as much of a table."""
+    """As most are while a sequence grows, with the stage's own window."""
     plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
     trials, timed = correctness_cases(plan, CPU, num_tokens), timing_cases(plan, CPU, num_tokens)
     seen: list[Tensor] = []
@@ -189,17 +188,12 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     monkeypatch.setattr(common, "_built_with_cuda", False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    prefill_index, decode_index = _packed_indexes()
-    prefill, decode = kernels.prefill_kernels(), kernels.decode_kernels(16, 8)
-    packed = kernels.PackedPrefill(None).build_mask(prefill_index)
-    paged = kernels.PagedDecode(None).build_mask(decode_index)
-    split_k = next(kernel for name, kernel in decode.items() if name.startswith("split-K"))
+    prefill, packed = kernels.prefill_kernels(), kernels.PackedPrefill(None).build_mask(_packed_index())
 
     def refusals() -> dict[str, list[str]]:
         return {
             "cutlass": _refusals(prefill["cutlass"].operator, packed, 7, 13),
             "flash 2": _refusals(prefill["flash 2"].operator, packed, 7, 13),
-            "split-K": _refusals(split_k.operator, paged, 2, 64),
         }
 
     kernels.patch_built_with_cuda()
@@ -207,32 +201,36 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     kernels.patch_built_with_cuda()
     said = refusals()
-    assert (said["cutlass"], said["split-K"]) == ([], [])
+    assert said["cutlass"] == []
     has_flash = prefill["flash 2"].operator.is_available()  # a torch for CPUs has not
     assert said["flash 2"] == [] if has_flash else all("operator wasn't built" in why for why in said["flash 2"])
-    assert _refusals(split_k.operator, packed, 7, 13), "what it cannot do it still refuses"
+    assert _refusals(prefill["cutlass"].operator, "a mask of no kind", 7, 13), "what it cannot do it still refuses"
     monkeypatch.delattr(common, "_built_with_cuda")
     kernels.patch_built_with_cuda()
     assert not hasattr(common, "_built_with_cuda")
 
 
-def _packed_indexes() -> tuple[PrefillMetadata, DecodeMetadata]:
-    """Two chunks of 3 and 4 tokens, seeing 5 and 8 keys; two single tokens."""
+def _packed_index() -> PrefillMetadata:
+    """Two chunks of 3 and 4 tokens, seeing 5 and 8 keys."""
     none = torch.empty(0, dtype=torch.int64)
-    plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    return PrefillMetadata(None, (3, 4), (5, 8), (2, 4), none, none, none, none), correctness_cases(plan, CPU, 2)[0].decode_index
+    return PrefillMetadata(None, (3, 4), (5, 8), (2, 4), none, none, none, none)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
-def test_the_split_k_kernel_sees_what_the_reference_sees() -> None:
-    """The kernel itself, in Triton's interpreter: pages in any order, windows, several splits, padding."""
-    pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
-    pytest.importorskip("triton", reason="Triton is published for Linux only")
-    program = Path(__file__).parents[2] / "support" / "interpreted_split_k.py"
-    path = os.pathsep.join([str(program.parent), str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    differences = [float(line) for line in done.stdout.split()]
-    assert len(differences) == 12
-    assert max(differences) < 1e-5
+@pytest.mark.parametrize("absent", ["varlen_backend", "xformers_backend", "triton_decode"])
+def test_what_cannot_be_imported_takes_no_other_kernel_away(
+    absent: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package, plan = "tramontane.workers.attention", tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    modules = {
+        "varlen_backend": SimpleNamespace(VarlenPrefill=SdpaPrefill),
+        "xformers_backend": SimpleNamespace(prefill_kernels=lambda: {"flash 2": SdpaPrefill()}),
+        "triton_decode": SimpleNamespace(split_k_kernels=lambda tokens, heads: {f"{tokens}, {heads}": PagedDecode()}),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"{package}.{name}", None if name == absent else module)
+    prefills, decodes = _gpu_candidates(plan)
+    kernels = {"varlen_backend": "torch's varlen", "xformers_backend": "flash 2"}
+    assert [*prefills] == [kernel for name, kernel in kernels.items() if name != absent]
+    assert [*decodes(4)] == ([] if absent == "triton_decode" else [f"4, {plan.args.n_kv_heads}"])
+    (record,) = caplog.records
+    assert absent in record.getMessage()

@@ -19,11 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tramontane.proto.layer_args import YarnScaling
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.plan import PipelinePlan, WindowClass
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.attention.metadata import build_decode_metadata
-from tramontane.workers.attention.rolling_cache import PageRings
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture
@@ -162,28 +160,6 @@ def test_quantized_weights_too(quantize: Quantization, monkeypatch: pytest.Monke
     expected = run_in_process(plan, [plain], PROMPTS[:5], budget=32)
     assert run_in_process(plan, [recording], PROMPTS[:5], budget=32) == expected
     assert recorder.num_replayed > recorder.num_recorded
-
-
-def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
-    """Its masks, built from fixed memory as recorded steps do, replayed with other slots and positions."""
-    kernels = pytest.importorskip(
-        "tramontane.workers.attention.xformers_backend", reason="xformers is published for Linux on x86-64 only"
-    )
-    ring = PageRings(WindowClass(24, 7, 28), 4, 4, torch.device("cpu"))
-    for slot in range(4):
-        ring.put_pages(slot, 0, tuple(range(7 * slot, 7 * slot + 7)))
-    ring.flush()
-    numbers_2B = torch.tensor([[ring.scratch_slot] * 4, [0] * 4])
-
-    def tensors() -> Tensor:
-        mask = kernels.PagedDecode(None).build_mask(build_decode_metadata(ring, numbers_2B[0], numbers_2B[1], 7, []))
-        keys = torch.stack([mask.k_seqinfo.seqstart[:-1], mask.k_seqinfo.seqlen], dim=1)
-        return torch.cat([mask.block_tables, keys, mask.q_seqinfo.seqstart[:-1, None]], dim=1)
-
-    replayed = Replays()(tensors)
-    for slots, positions in (([0, 3, 1, 2], [5, 23, 24, 400]), ([2, 0, ring.scratch_slot, 1], [99, 0, 0, 26])):
-        numbers_2B.copy_(torch.tensor([slots, positions]))
-        assert torch.equal(replayed(), tensors())
 
 
 def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

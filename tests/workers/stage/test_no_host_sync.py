@@ -83,11 +83,11 @@ class Once:
 
 
 class InPlace(PagedDecode):
-    """Also makes the mask that xformers would be given."""
+    """Also makes the mask that Triton's kernel would be given."""
 
     def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
-        xformers_kernels = pytest.importorskip("tramontane.workers.attention.xformers_backend")
-        xformers_kernels.PagedDecode(None).build_mask(index)
+        triton_decode = pytest.importorskip("tramontane.workers.attention.triton_decode", reason="Triton is for Linux only")
+        triton_decode.SplitKDecode(kv_heads=2, block=64, parts=4, warps=4, stages=2).build_mask(index)
         return super().build_mask(index)
 
 
