@@ -57,7 +57,8 @@ def test_the_committed_report(
 def test_later_rows_replace_earlier_ones(
     gpu_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experts = [{"what": what, "rows": 2, "experts": 2, "us": us, "tb_per_s": 1.0} for what, us in (("one", 9.0), ("two", 8.0))]
+    times = (("grouped", 9.0), ("few: both", 8.0), ("few: route", 1.0))  # the last one is no product
+    experts = [{"what": what, "rows": 2, "experts": 2, "us": us, "tb_per_s": 1.0} for what, us in times]
     reports = [
         {
             "mistral": _part(_row("a", "60%", False), _row("b", "1", None, "x | y\nz")),
@@ -71,7 +72,7 @@ def test_later_rows_replace_earlier_ones(
         path.write_text(json.dumps(report))
     lines = _printed(gpu_report, paths, monkeypatch, capsys)
     assert lines[2:5] == ["| a | 80% | at least 75 % | yes | |", "| b | 1 | | | x / y z |", "| c | 3 | | | |"]
-    assert lines[-1] == "| experts | 2 rows of 2 experts | two | 8 | 1 TB/s |", "those of a report that has none are kept"
+    assert lines[-1] == "| experts | 2 rows of 2 experts | few: both | 8 | 1 TB/s |", "those of a report that has none are kept"
     again = _printed(gpu_report, paths[::-1], monkeypatch, capsys)
     assert "| a | 60% | at least 75 % | NO | |" in again
 

@@ -83,7 +83,13 @@ def _prompt(row: Row) -> tuple[Any, ...]:
 
 
 def _experts(row: Row) -> tuple[Any, ...]:
+    """Return the case of a row of both products of experts; other rows are of one product, or of the choice of experts too."""
+    if row["what"] not in BOTH_PRODUCTS and not row["what"].startswith("both, "):
+        return ()
     return row["rows"], "{rows} rows of {experts} experts".format(**row)
+
+
+BOTH_PRODUCTS = ("grouped", "row by row", "few: both")
 
 
 def _transfer(row: Row) -> tuple[Any, ...]:

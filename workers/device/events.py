@@ -8,8 +8,8 @@ import torch
 class DeviceEvent:
     """A point in the work that is queued on the current stream of a GPU; tests replace it.
 
-    A waiting thread spins, without Python's lock: waking one that sleeps takes a tenth of a millisecond on virtual machines,
-    and the GPU would wait as long before each step.
+    A waiting thread spins, without Python's lock: one that sleeps has to be woken, and the GPU would wait for that before each
+    step.
     """
 
     def __init__(self) -> None:
