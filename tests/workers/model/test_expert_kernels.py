@@ -146,16 +146,21 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
 
     factors = {"torch": 1.0, "low": 1.001, "high": 0.999, "wrong": 1.1}
     monkeypatch.setattr(expert_kernels, "candidates", lambda: {n: partial(product, n, f) for n, f in factors.items()})
-    seconds = {64: {"torch": 3e-6, "low": 1e-6, "high": 2e-6}, 256: {"torch": 3e-6, "low": 2.9e-6, "high": 2.95e-6}}
+    seconds = {
+        64: {"torch": 3e-6, "low": 1e-6, "high": 2e-6},
+        128: {"torch": 3e-6, "low": 2e-6, "high": 1e-6},
+        256: {"torch": 3e-6, "low": 2.9e-6, "high": 2.95e-6},
+    }
     with caplog.at_level(logging.INFO):
         chosen = choose_product("w2", torch.randn(4, 24, 16), lambda compute: seconds[len(compute())][last[0]])
     assert isinstance(chosen, ProductBySize)
-    assert chosen.name == "low to 128 rows, torch to 512 rows"
+    assert chosen.name == "low to 64 rows, high to 128 rows, torch to 512 rows"
     assert caplog.messages == [
         "w2 of experts for 64 rows by low (torch 3 us; low 1 us; high 2 us; wrong differs by 0.1)",
+        "w2 of experts for 128 rows by high (torch 3 us; low 2 us; high 1 us; wrong differs by 0.1)",
         "w2 of experts for 256 rows by torch (torch 3 us; low 3 us; high 3 us; wrong differs by 0.1)",
     ]
-    for num_rows, name in ((1, "low"), (128, "low"), (129, "torch"), (512, "torch"), (513, "")):
+    for num_rows, name in ((1, "low"), (64, "low"), (65, "high"), (128, "high"), (129, "torch"), (512, "torch"), (513, "")):
         last[:] = [""]
         ends_E = uneven_ends(num_rows, 4)
         assert int(ends_E[-1]) == num_rows
