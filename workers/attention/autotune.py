@@ -59,9 +59,7 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
             )
             for num_tokens in TIMED_TOKENS
         )
-    needs_tables = not all(getattr(kernel, "finds_pages", False) for kernel in kernels)
-    chosen = AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS), needs_page_tables=needs_tables)
-    return _with_triton_writes(chosen, plan, device)
+    return _with_triton_writes(AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS)), plan, device)
 
 
 def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:

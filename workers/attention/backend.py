@@ -86,9 +86,13 @@ class AttentionKernels:
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
-    needs_page_tables: bool = True  # of decodes in a CUDA graph: whether the kernel depends on the width of a table
     write: Write = LayerCache.write
     cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
+
+    @property
+    def needs_page_tables(self) -> bool:
+        """Whether decodes in a CUDA graph depend on the width of a page table; not if the kernel finds pages itself."""
+        return not getattr(self.decode, "finds_pages", False)
 
     @property
     def reads_pages(self) -> bool:

@@ -193,6 +193,11 @@ class BatchSizeDispatch:
     kernels: tuple[DecodeKernel, ...]
     limits: tuple[int, ...]
 
+    @property
+    def finds_pages(self) -> bool:
+        """Whether all of them find pages themselves, without a page table."""
+        return all(getattr(kernel, "finds_pages", False) for kernel in self.kernels)
+
     def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         """Build the mask of the kernel for so many tokens."""
         return self._for(len(index.slots)).build_mask(index)

@@ -19,6 +19,7 @@ from tramontane.workers.attention.autotune import (
     _choose_prefill,
     _gpu_candidates,
 )
+from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.kernel_cases import correctness_cases, timing_cases
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.sdpa_backend import (
@@ -167,6 +168,19 @@ def test_numbers_of_tokens_have_kernels_of_their_own() -> None:
         (trial,) = correctness_cases(plan, CPU, num_tokens)
         assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= 2 or num_tokens > 8)
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
+
+
+class _FindsPages(PagedDecode):
+    finds_pages = True
+
+
+@pytest.mark.parametrize(
+    ("kernels", "needs_tables"),
+    [((_FindsPages(),) * 3, False), ((_FindsPages(), PagedDecode(), _FindsPages()), True), ((PagedDecode(),) * 3, True)],
+)
+def test_one_kernel_with_a_page_table_is_enough_to_need_tables(kernels: tuple[PagedDecode, ...], needs_tables: bool) -> None:
+    assert AttentionKernels(SdpaPrefill(), BatchSizeDispatch(kernels, (2, 8))).needs_page_tables == needs_tables
+    assert AttentionKernels(SdpaPrefill(), kernels[1]).needs_page_tables == needs_tables
 
 
 def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[str]:  # noqa: ANN401

@@ -22,9 +22,10 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
+from tramontane.workers.attention.metadata import DecodeMetadata
+from tramontane.workers.attention.sdpa_backend import GatheredKeys, PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture
+from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
@@ -176,6 +177,38 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch
         assert [size[0] for size in worker.graphs.sizes] == [8, 4, 2, 1]
     run_in_process(plan, workers, PROMPTS[:5], budget=32)
     assert (recorder.num_recorded, recorder.num_replayed > 20) == (2 * 4, True)
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_rows"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64), (65, 80), (80, 80), (129, 144)],
+)
+def test_decodes_are_padded_to_sizes_that_are_recorded(num_decodes: int, num_rows: int) -> None:
+    assert padded_rows(num_decodes) == num_rows
+
+
+class _WholeRing(PagedDecode):
+    """Depends on no table's width."""
+
+    finds_pages = True
+
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
+        return super().build_mask(replace(index, num_pages=index.ring.ring_pages))
+
+
+def test_a_kernel_that_finds_pages_has_graphs_of_one_width() -> None:
+    """Also for contexts beyond those whose graphs are recorded first: nothing is recorded later."""
+    recorder, args = Replays(), tiny_args(n_layers=1, moe=False, windows=(None,), max_seq_len=4096)
+    plan = tiny_plan(args, 1, max_num_seqs=2)
+    backend = DeviceBackend(AttentionKernels(SdpaPrefill(), _WholeRing()), graph_capture=recorder)
+    worker = StageWorker.load(plan.stages[0], RandomWeights())
+    worker = StageWorker(plan.stages[0], worker.model, backend=backend)
+    worker.prepare()
+    assert worker.graphs is not None
+    assert worker.graphs.sizes == [(2, (0,)), (1, (0,))]
+    run_in_process(plan, [worker], [[i % 90 for i in range(1200)], [1, 2, 3]], budget=2048)
+    assert worker.graphs.sizes == [(2, (0,)), (1, (0,))]
+    assert recorder.num_replayed > 0
 
 
 class _FakeCuda:
