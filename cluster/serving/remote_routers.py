@@ -6,21 +6,15 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.serving.least_loaded_router import ONLY, prefer
-from tramontane.cluster.serving.retry_policy import (
-    AdmissionWindow,
-    FailoverBudget,
-    RecentRefusals,
-    RouterSearch,
-    WaitingRequest,
-)
+from tramontane.cluster.serving.retry_policy import AdmissionWindow, FailoverBudget, RecentRefusals, RouterSearch, WaitingRequest
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import errors, wire
@@ -212,11 +206,10 @@ class RouterClient(RouterQueries):
         search, num_unopened, only = RouterSearch(self._refusals, specs[0]), Counter[str](), ""
         while True:
             refusing = self._silent | search.refused.keys()
-            chosen = self._routing.choose(specs, refusing) if self._routing and not only else None
-            constraint = ONLY + only if only else prefer(chosen, refusing)  # the chosen one may have gone since its last digest
-            method = self._method("generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES)
-            arguments = self._name, number, encoded, self._model_key, search.may_wait, self._write_interval_s()
-            outcome: bytes = await cancellable(method.remote(*arguments))
+            with self._route(specs, refusing, only) as constraint:
+                method = self._method("generate", constraint, by_reference=len(encoded) > MAX_GRPC_BYTES)
+                arguments = self._name, number, encoded, self._model_key, search.may_wait, self._write_interval_s()
+                outcome: bytes = await cancellable(method.remote(*arguments))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_error(outcome)
@@ -231,6 +224,16 @@ class RouterClient(RouterQueries):
                 only = ""
             else:
                 return refusal
+
+    @contextmanager
+    def _route(self, specs: Sequence[SequenceRequest], refusing: Collection[str], only: str) -> Iterator[str]:
+        """Choose a router for one call, unless it is given; yield the constraint, and release the choice at the call's end."""
+        choice = self._routing.choose(specs, refusing, only) if self._routing else None
+        try:  # the chosen one may have gone since its last digest
+            yield ONLY + only if only else prefer(choice and choice.replica, refusing)
+        finally:
+            if self._routing and choice:
+                self._routing.release(choice)
 
     async def _ensure_stream(self, replica: str) -> None:
         """Open the stream from a router to this ingress; without one the router refuses requests.

@@ -2,16 +2,19 @@
 
 Routers describe their caches by digests (``PrefixDigest``), which an ingress queries at intervals. A request goes to the pipeline
 that is predicted to be done with it first: the seconds of work that the pipeline has, and of the tokens it would have to compute.
+A prefix that another pipeline has counts twice there: it is computed again, and the copy takes the place of as many other tokens.
 
 A prompt of 1,000 tokens at 1 ms each. Pipeline a has 900 of them and work for 2 s, pipeline b has none of them and work for
-1 s: 2.1 s against 2 s, so b gets it. With work for 1.5 s a would be done first, after 1.6 s.
+1 s: 2.1 s against 1 + 1 + 0.9 = 2.9 s, so a gets it. With work for 3 s a would be done after 3.1 s, so b gets it.
 """
 
+import itertools
+import math
 import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 from tramontane.proto.request import SequenceRequest
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
@@ -66,6 +69,19 @@ def make_digest(replica: str, router: int, scheduler: Scheduler, known: Known | 
     )
 
 
+class TokenSeconds(NamedTuple):
+    """Seconds of one token more, of a prompt and of an output."""
+
+    prefill: float
+    decode: float
+
+    @classmethod
+    def of(cls, digests: Sequence[PrefixDigest]) -> "TokenSeconds":
+        """Return the mean over pipelines, whose fits differ."""
+        prefill_s, decode_s = fmean(each.prefill_s for each in digests), fmean(each.decode_s for each in digests)
+        return cls(max(prefill_s, MIN_TOKEN_S), max(decode_s, MIN_TOKEN_S))
+
+
 class KeyIndex:
     """Which pipelines have a key: one look-up for all of them, of which each is a bit."""
 
@@ -101,19 +117,43 @@ class KeyIndex:
         return found
 
 
+class Choice(NamedTuple):
+    """The pipeline that a request is sent to, for ``PrefixAwareRouting.release`` when the request has ended."""
+
+    replica: str  # of the router
+    number: int  # of the request
+
+
+@dataclass(slots=True)
+class _SentRequest:
+    """The work of a request that this ingress sends to a pipeline. Times are those of the clock."""
+
+    priority: int
+    prefill_tokens: int  # not cached there, as far as is known
+    decodes: int
+    sent_at: float
+    ended_at: float = math.inf
+
+    def seconds(self, token_s: TokenSeconds) -> float:
+        return self.prefill_tokens * token_s.prefill + self.decodes * token_s.decode
+
+
 @dataclass(slots=True)
 class _Pipeline:
-    """What an ingress knows of a pipeline. ``sent``: time, priority and seconds of work of requests that its digest may lack.
+    """What an ingress knows of a pipeline: its last digest, and what this ingress has sent to it.
 
-    Its keys, known and sent, are in ``index`` under ``bit``.
+    A digest may be older than many requests last. What this ingress has sent is known at any time (``sent``); only the rest of
+    the pipeline's work counts as it was when the digest was queried (``others_s``, by priority, as in ``PrefixDigest.busy_s``).
+    The pipeline's keys, known and sent, are in ``index`` under ``bit``.
     """
 
     digest: PrefixDigest
     at: float
     index: KeyIndex
     bit: int
+    others_s: list[float] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
-    sent: deque[tuple[float, int, float]] = field(default_factory=deque)
+    sent: dict[int, _SentRequest] = field(default_factory=dict)
     sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
@@ -128,20 +168,26 @@ class _Pipeline:
             del self.sent_keys[key]
         self.index.add(self.bit, added)
         self.index.discard(self.bit, [k for k in (*removed, *expired) if k not in self.keys and k not in self.sent_keys])
-        while self.sent and self.sent[0][0] < asked_at - LATE_S:
-            self.sent.popleft()
+        token_s = TokenSeconds.of([digest])
+        self.others_s = [max(s - self._sent_s(level, asked_at, token_s), 0.0) for level, s in enumerate(digest.busy_s)]
+        self.sent = {number: each for number, each in self.sent.items() if each.ended_at == math.inf}
 
     def forget(self) -> None:
         """Remove its keys from the index."""
         self.index.discard(self.bit, self.keys)
         self.index.discard(self.bit, self.sent_keys)
 
-    def busy_s(self, priority: int) -> float:
-        return self.digest.busy_s[priority] + sum(seconds for _, level, seconds in self.sent if level <= priority)
+    def busy_s(self, priority: int, now: float, token_s: TokenSeconds) -> float:
+        return self.others_s[priority] + self._sent_s(priority, now, token_s)
 
-    def record(self, now: float, priority: int, seconds: float, keys: Sequence[bytes]) -> None:
-        self.sent.append((now, priority, seconds))
-        self.sent_keys.update(dict.fromkeys(keys, now))
+    def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
+        """Return the seconds of what this ingress had sent and had not ended at a time, as if none of it was done yet."""
+        sent = (each for each in self.sent.values() if each.priority <= priority and each.sent_at <= at < each.ended_at)
+        return sum(each.seconds(token_s) for each in sent)
+
+    def record(self, number: int, request: _SentRequest, keys: Sequence[bytes]) -> None:
+        self.sent[number] = request
+        self.sent_keys.update(dict.fromkeys(keys, request.sent_at))
         self.index.add(self.bit, keys)
 
 
@@ -155,6 +201,7 @@ class PrefixAwareRouting:
         self._salt_of, self._clock = salt_of, clock
         self._pipelines: dict[str, _Pipeline] = {}  # by replica of the router
         self._index = KeyIndex()
+        self._numbers = itertools.count()  # of requests
 
     @property
     def known(self) -> Mapping[str, Known]:
@@ -176,26 +223,39 @@ class PrefixAwareRouting:
         taken = sum(pipeline.bit for pipeline in self._pipelines.values())
         return ~taken & (taken + 1)
 
-    def choose(self, specs: Sequence[SequenceRequest], excluded: Collection[str] = ()) -> str | None:
-        """Return the replica that a request should be sent to, which then counts as sent; None if fewer than two are known.
+    def choose(self, specs: Sequence[SequenceRequest], excluded: Collection[str] = (), only: str = "") -> Choice | None:
+        """Return where to send a request, which counts as sent until ``release``; None if fewer than two pipelines are known.
 
-        The sequences of a request stay together. Of several prompts the prefix of the first one counts.
+        ``only``: where it is sent in any case; None if that pipeline is not known. The sequences of a request stay together. Of
+        several prompts the prefix of the first one counts.
         """
-        now = self._clock()
+        now, priority = self._clock(), specs[0].priority
         found = {name: each for name, each in self._pipelines.items() if name not in excluded and now < each.at + MAX_AGE_S}
-        if len(found) < 2:
+        if only:
+            found = {name: each for name, each in found.items() if name == only}
+        if len(found) < (1 if only else 2):
             return None
         prompts = {id(spec.prompt_ids): len(spec.prompt_ids) for spec in specs}
         num_prompt = sum(prompts.values())
         num_decodes = sum(min(spec.sampling.max_tokens, MIN_DECODES) for spec in specs)
         keys = self._keys(specs[0], next(iter(found.values())).digest.page_size)
-        prefill_s, decode_s = _token_s([each.digest for each in found.values()])
+        token_s = TokenSeconds.of([each.digest for each in found.values()])
         num_blocks = self._index.longest(keys)
-        num_left = {name: num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size for name, each in found.items()}
-        own_s = {name: left * prefill_s + num_decodes * decode_s for name, left in num_left.items()}
-        chosen = min(found, key=lambda name: (found[name].busy_s(specs[0].priority) + own_s[name], random.random()))
-        found[chosen].record(now, specs[0].priority, own_s[chosen], keys)
-        return chosen
+        works = {
+            name: _SentRequest(priority, num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size, num_decodes, now)
+            for name, each in found.items()
+        }
+        done_s = {name: each.busy_s(priority, now, token_s) + works[name].seconds(token_s) for name, each in found.items()}
+        fewest = min(each.prefill_tokens for each in works.values())
+        again_s = {name: (each.prefill_tokens - fewest) * token_s.prefill for name, each in works.items()}
+        chosen = min(found, key=lambda name: (done_s[name] + again_s[name], random.random()))
+        found[chosen].record(number := next(self._numbers), works[chosen], keys)
+        return Choice(chosen, number)
+
+    def release(self, choice: Choice) -> None:
+        """Record that a request has ended where it had been sent, or was refused there."""
+        if (pipeline := self._pipelines.get(choice.replica)) is not None and choice.number in pipeline.sent:
+            pipeline.sent[choice.number].ended_at = self._clock()
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
         """Return the keys of the first blocks before the last token, which is computed in any case."""
@@ -203,9 +263,3 @@ class PrefixAwareRouting:
         num_blocks = min((len(spec.prompt_ids) - 1) // page_size, MAX_BLOCKS)
         hasher.extend(spec.prompt_ids[: num_blocks * page_size], page_size)
         return [key[:KEY_BYTES] for key in hasher.keys]
-
-
-def _token_s(digests: Sequence[PrefixDigest]) -> tuple[float, float]:
-    """Return the seconds of one token more of a prompt and of an output, on average over pipelines, whose fits differ."""
-    prefill_s, decode_s = (fmean(times) for times in zip(*((each.prefill_s, each.decode_s) for each in digests), strict=True))
-    return max(prefill_s, MIN_TOKEN_S), max(decode_s, MIN_TOKEN_S)

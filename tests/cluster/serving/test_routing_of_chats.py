@@ -1,6 +1,8 @@
 """An ingress sends each turn of a chat to the pipeline that has the turns before, whatever becomes of routers. Without Ray."""
 
 import asyncio
+import itertools
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import Identity, SamplingParams, SequenceRequest
 from tramontane.router.engine import prefix_aware_routing
-from tramontane.router.engine.prefix_aware_routing import Known, PrefixAwareRouting, PrefixDigest
+from tramontane.router.engine.prefix_aware_routing import Choice, Known, PrefixAwareRouting, PrefixDigest
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.scheduling.admission import SchedulerLimits
 
@@ -96,6 +98,40 @@ def test_a_pipeline_that_seems_to_need_no_time_does_not_get_all_requests(monkeyp
             before = [each.router.scheduler.allocator.num_queried for each in replicas]
             await asyncio.gather(*(_ask(routers, [1, 2]) for _ in range(8)))
             assert [each.router.scheduler.allocator.num_queried for each in replicas] == [number + 8 for number in before]
+
+    run_in_virtual_time(scenario())
+
+
+def test_the_work_of_a_request_counts_until_it_has_ended() -> None:
+    """By itself, because its client leaves, or because it is refused."""
+
+    async def scenario() -> None:
+        replicas = _replicas("ab")
+        async with _ingress(replicas) as (routers, routing):
+            await _ask(routers, [1])
+            await _pause(0)
+
+            def num_unreleased() -> int:
+                sent = (each for pipeline in routing._pipelines.values() for each in pipeline.sent.values())
+                return sum(each.ended_at == math.inf for each in sent)
+
+            request = asyncio.create_task(_ask(routers, [1, 2], 20))
+            while not num_unreleased():
+                await asyncio.sleep(0)
+            await request
+            await asyncio.sleep(0.1)  # the call ends after the last tokens
+            assert not num_unreleased()
+            for each in replicas:
+                each.chain.gate = stuck
+            request = asyncio.create_task(_ask(routers, [1, 2]))
+            await asyncio.sleep(0.1)
+            assert num_unreleased() == 1
+            request.cancel()
+            await asyncio.sleep(0.1)
+            assert not num_unreleased()
+            with pytest.raises(RequestError):
+                await _ask(routers, [2**20])
+            assert not num_unreleased()
 
     run_in_virtual_time(scenario())
 
@@ -178,19 +214,20 @@ def test_a_chosen_router_that_has_gone_leads_to_no_refusal_while_another_one_is_
         gone, full, free = replicas = _replicas("abc")
         chat = _chats(1)[0]
         async with _ingress(replicas) as (routers, routing):
+            others = itertools.count(1)
             while not gone.router.scheduler.allocator.cached_keys.since(-1).added:
-                await _ask(routers, random_ids(40, 1, VOCABULARY))
+                await _ask(routers, random_ids(40, next(others), VOCABULARY))
             await _pause(0)
             for each in (full, free):
                 each.chain.gate = stuck
-            routing.choose = lambda _specs, excluded=(): "c" if "c" not in excluded else None  # type: ignore[method-assign]
+            routing.choose = lambda _specs, excluded, _only: None if "c" in excluded else Choice("c", 0)  # type: ignore[method-assign]
             waiting = asyncio.create_task(_ask(routers, chat))  # so that the full one has fewer requests of this ingress
             while not free.router.num_requests:
                 await asyncio.sleep(0.01)
             fill(full)
             full.call_counts.clear()
             replicas.remove(gone)
-            routing.choose = lambda _specs, excluded=(): "a"  # type: ignore[method-assign]
+            routing.choose = lambda _specs, _excluded, _only: Choice("a", 1)  # type: ignore[method-assign]
             requested = asyncio.create_task(_ask(routers, chat))
             while not requested.done() and free.router.num_requests < 2:
                 await asyncio.sleep(0.01)

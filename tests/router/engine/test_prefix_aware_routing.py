@@ -13,9 +13,11 @@ from tramontane.router.engine import prefix_aware_routing
 from tramontane.router.engine.prefix_aware_routing import (
     LATE_S,
     MAX_AGE_S,
+    Choice,
     KeyIndex,
     PrefixAwareRouting,
     PrefixDigest,
+    TokenSeconds,
     make_digest,
 )
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
@@ -69,8 +71,16 @@ class Fleet:
             self.give(name, (1, *random.Random(self._next_id).choices(range(2, 900), k=part - 2)), "busy", priority)
             num_tokens -= part
 
+    def send(self, prompt: tuple[int, ...], *excluded: str, only: str = "", **fields: object) -> Choice | None:
+        return self.routing.choose([_request(prompt, **fields)], excluded, only)
+
     def choose(self, prompt: tuple[int, ...], *excluded: str, **fields: object) -> str | None:
-        return self.routing.choose([_request(prompt, **fields)], excluded)
+        choice = self.send(prompt, *excluded, **fields)
+        return choice and choice.replica
+
+    def busy_s(self, name: str, priority: int = 0) -> float:
+        """Return for how long the ingress takes a pipeline to be busy."""
+        return self.routing._pipelines[name].busy_s(priority, self.now, TokenSeconds(1e-3, 1e-3))
 
 
 def _pipeline() -> FakePipeline:
@@ -109,8 +119,8 @@ def test_what_is_not_cached_anywhere_goes_where_least_is_to_do() -> None:
     assert fleet.choose(OTHER) == "b"
 
 
-@pytest.mark.parametrize(("more_to_do", "expected"), [(0, "a"), (63, "a"), (65, "b"), (300, "b")])
-def test_a_prefix_is_worth_as_much_work_as_it_saves(more_to_do: int, expected: str) -> None:
+@pytest.mark.parametrize(("more_to_do", "expected"), [(0, "a"), (127, "a"), (129, "b"), (300, "b")])
+def test_a_prefix_is_worth_twice_the_work_that_it_saves(more_to_do: int, expected: str) -> None:
     """Eight pages of eight tokens, a millisecond each."""
     fleet = Fleet("a", "b")
     fleet.cache("a", TEXT[:70])
@@ -120,7 +130,7 @@ def test_a_prefix_is_worth_as_much_work_as_it_saves(more_to_do: int, expected: s
     assert fleet.choose(TEXT[:90]) == expected
 
 
-@pytest.mark.parametrize(("busy_s", "expected"), [((2.0, 1.0), "b"), ((1.5, 1.0), "a"), ((1.89, 1.0), "a"), ((1.91, 1.0), "b")])
+@pytest.mark.parametrize(("busy_s", "expected"), [((2.0, 1.0), "a"), ((3.0, 1.0), "b"), ((2.79, 1.0), "a"), ((2.81, 1.0), "b")])
 def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -> None:
     hasher = BlockHasher(cache_salt(MODEL, ""))
     prompt = tuple(range(1001))
@@ -132,7 +142,9 @@ def test_the_example_of_the_module(busy_s: tuple[float, float], expected: str) -
         for name, busy, keys in zip("ab", busy_s, (known, b""), strict=True)
     ]
     routing.update(digests, 4.0)
-    assert routing.choose([_request(prompt)]) == expected
+    choice = routing.choose([_request(prompt)])
+    assert choice is not None
+    assert choice.replica == expected
 
 
 # Between two digests
@@ -154,31 +166,77 @@ def test_what_was_just_sent_is_a_prefix_for_the_next() -> None:
     fleet = Fleet("a", "b")
     fleet.busy("b", 50)
     fleet.query()
-    assert fleet.choose(TEXT[:80]) == "a"
-    assert fleet.choose((*TEXT[:64], *OTHER[:16])) == "a"
+    sent = [fleet.send(prompt) for prompt in (TEXT[:80], (*TEXT[:64], *OTHER[:16]))]
+    for choice in sent:
+        assert choice is not None
+        assert choice.replica == "a"
+        fleet.routing.release(choice)
     fleet.query(after_s=LATE_S + TURN_S)
     assert fleet.choose(TEXT[:80]) == "a"
     fleet.query(after_s=LATE_S + TURN_S)
     assert not fleet.routing._pipelines["a"].sent_keys, "if it was true, digests say so now"
 
 
-def test_what_was_sent_before_a_digest_and_is_in_it_counts_once() -> None:
+def test_what_was_sent_counts_once_whether_or_not_a_digest_has_it() -> None:
     fleet = Fleet("a", "b")
     fleet.query()
     chosen = fleet.choose(TEXT[:99])
     assert chosen is not None
-    other = "b" if chosen == "a" else "a"
-    pipeline = fleet.routing._pipelines[chosen]
-    assert pipeline.busy_s(0) == pytest.approx(0.1)
-    fleet.give(chosen, TEXT[:99])
-    fleet.query(after_s=LATE_S)
-    assert pipeline.busy_s(0) == pytest.approx(0.2), "it may not have arrived, so that it is counted twice"
-    fleet.query(after_s=0.1)
-    assert pipeline.busy_s(0) == pytest.approx(0.1)
-    fleet.pipes[chosen].drain()
-    fleet.busy(other, 2)
+    assert fleet.busy_s(chosen) == pytest.approx(0.1)
     fleet.query()
-    assert fleet.choose(OTHER) == chosen
+    assert fleet.busy_s(chosen) == pytest.approx(0.1), "the request has not arrived"
+    fleet.give(chosen, TEXT[:99])
+    fleet.query()
+    assert fleet.busy_s(chosen) == pytest.approx(0.1)
+    fleet.busy(chosen, 30)
+    fleet.query()
+    assert fleet.busy_s(chosen) == pytest.approx(0.13), "others have sent something, too"
+
+
+def test_what_has_ended_does_not_count_although_the_digest_has_it() -> None:
+    """Two requests of 100 ms each, of which the second ends while its digest is on its way."""
+    fleet = Fleet("a", "b")
+    fleet.busy("a", 7)
+    fleet.query()
+    first, second = (fleet.send(text[:99], only="a") for text in (TEXT, OTHER))
+    assert first is not None
+    assert second is not None
+    for text in (TEXT, OTHER):
+        fleet.give("a", text[:99])
+    fleet.query()
+    assert fleet.busy_s("a") == pytest.approx(0.207)
+    fleet.routing.release(first)
+    assert fleet.busy_s("a") == pytest.approx(0.107), "without another digest"
+    digests, asked_at = [fleet.digest(name) for name in "ab"], fleet.now
+    fleet.now += 0.01
+    fleet.routing.release(second)
+    fleet.routing.update(digests, asked_at)
+    assert fleet.busy_s("a") == pytest.approx(0.107), "of these only the first had ended when the digest was queried"
+    fleet.pipes["a"].drain()
+    fleet.query()
+    assert not fleet.busy_s("a")
+    assert not fleet.routing._pipelines["a"].sent
+
+
+def test_a_release_after_the_pipeline_has_gone_does_nothing() -> None:
+    fleet = Fleet("a", "b")
+    fleet.query()
+    choice = fleet.send(TEXT, only="a")
+    assert choice is not None
+    fleet.query("b")
+    fleet.routing.release(choice)
+    fleet.query()
+    fleet.routing.release(choice)
+    assert not fleet.busy_s("a")
+
+
+def test_where_a_request_is_sent_in_any_case_it_counts() -> None:
+    fleet = Fleet("a", "b")
+    fleet.busy("a", 50)
+    fleet.query("a")
+    assert fleet.send(TEXT, only="gone") is None
+    assert fleet.send(TEXT[:99], only="a") is not None, "also with one pipeline"
+    assert fleet.busy_s("a") == pytest.approx(0.15)
 
 
 # Which pipelines are known
@@ -280,17 +338,17 @@ def test_batch_work_makes_no_pipeline_busy_for_interactive_requests() -> None:
     fleet = _again(fleet)
     assert fleet.choose(TEXT, priority=5) == "b"
     assert fleet.choose(TEXT[:20], priority=5) == "b"
-    assert fleet.routing._pipelines["b"].busy_s(5) == pytest.approx(0.03 + 0.201 + 0.005)
-    assert fleet.routing._pipelines["b"].busy_s(4) == pytest.approx(0.03), "also what was just sent"
+    assert fleet.busy_s("b", 5) == pytest.approx(0.03 + 0.201 + 0.005)
+    assert fleet.busy_s("b", 4) == pytest.approx(0.03), "also what was just sent"
 
 
 def test_a_prompt_of_several_choices_is_computed_once() -> None:
     fleet = Fleet("a", "b")
     fleet.query()
     choices = [_request(TEXT, sampling=SamplingParams(max_tokens=20)) for _ in range(3)]
-    chosen = fleet.routing.choose([*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))])
-    assert chosen is not None
-    assert fleet.routing._pipelines[chosen].busy_s(0) == pytest.approx(0.4 + 3 * 0.02 + 0.064)
+    choice = fleet.routing.choose([*choices, _request(OTHER, sampling=SamplingParams(max_tokens=1000))])
+    assert choice is not None
+    assert fleet.busy_s(choice.replica) == pytest.approx(0.4 + 3 * 0.02 + 0.064)
 
 
 def test_who_gets_changes_knows_what_is_cached() -> None:
