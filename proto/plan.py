@@ -59,21 +59,40 @@ class CachePlan:
         return [c.window for c in self.classes].index(window)
 
 
-def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
-    """Compute the entries of a page ring: R = ceil((W-1)/P) + 1, or enough pages to never wrap around.
+def ring_pages(window: int | None, page_size: int, max_model_len: int, num_drafts: int = 0) -> int:
+    """Compute the entries of a page ring: R = ceil((W-1+D)/P) + 1, or enough pages to never wrap around.
 
     W = 64, P = 16: ceil(63/16) + 1 = 5 pages, 80 rows. While position 79 is written over position -1 (entry 4, row 15),
     positions 16..79 are the window; 0..15 are stale. W = 3, P = 1: 3 pages, the plain ring of the Mistral paper.
+
+    D drafts after a token are written before that token reads its window. D = 2: ceil(65/16) + 1 = 6 pages. Position 94 sees
+    31..94 on the pages 1 to 5, while its drafts 95 and 96 are written, which begins page 6: of 5 entries it would take page 1's.
     """
     all_pages = -(-max_model_len // page_size)
     if window is None:
         return all_pages
-    return min(-(-(window - 1) // page_size) + 1, all_pages)
+    return min(-(-(window - 1 + num_drafts) // page_size) + 1, all_pages)
 
 
 def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0) -> int:
     """Return the bytes that one position takes in a layer's cache. All layers are alike, unless attention is sparse."""
     return args.cached_numbers(layer) * DTYPE_BYTES[dtype]
+
+
+# ---- speculation
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are drafted, with vLLM's names.
+
+    ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most. ``prompt_lookup_min``, ``prompt_lookup_max``: how
+    many of the last tokens must be found earlier in the text, and up to how many are compared to choose between several places.
+    """
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
 
 
 # ---- experts outside the stages

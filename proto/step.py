@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
 
+NO_TOKEN = -1  # the answer for a draft after one that was rejected
 STEP_TIMEOUT_S = 30.0  # a micro-batch that has not returned after this time is given up, unless configured otherwise
 
 # ---- to the stages
@@ -35,12 +36,18 @@ class Chunk(NamedTuple):
 
 
 class DecodeColumns(NamedTuple):
-    """One token of each of several sequences, all of which need a sample: columns of equal length."""
+    """Single tokens of several sequences, all of which need a sample: columns of equal length.
+
+    A sequence has its last known token, and with speculation drafts after it: rows of the same sequence at the next positions.
+    The token sampled from a row is right if all drafts up to this row are; a draft is right if it is the token sampled from the
+    row before it. Sequence 7 knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts
+    (9, 10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of the sequence.
+    """
 
     seq_ids: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    # Only for the few sequences that gained pages: (index into the columns, pages per window class).
+    # Only for the few sequences that gained pages: (index of the sequence's last row, pages per window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
@@ -67,12 +74,12 @@ class MicroBatch:
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
-        """Sequences of the row, in its order."""
+        """Sequences of the row, in its order; one with drafts is repeated."""
         return *(chunk.seq_id for chunk in self.chunks), *self.decodes.seq_ids
 
     @property
     def sampled_seq_ids(self) -> tuple[int, ...]:
-        """Sequences that get a new token, in the order of the row."""
+        """Sequences that get a new token, in the order of the row; one with drafts is repeated."""
         return *(chunk.seq_id for chunk in self.chunks if chunk.needs_sample), *self.decodes.seq_ids
 
 
@@ -122,8 +129,13 @@ class StepResult:
 
     epoch: int
     step_id: int
-    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``
+    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN
     timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
     expert_choices: tuple[ExpertChoices, ...] = ()  # of the layers and sequences that asked for them
     logprobs: tuple[Logprobs, ...] = ()  # of prompts and of ``token_ids``, for the sequences that asked for them
     finished: tuple[tuple[int, FinishReason], ...] = ()  # (sequence, why it ends), where its token does not show it
+
+    @property
+    def num_sampled(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.token_ids) - self.token_ids.count(NO_TOKEN)

@@ -70,6 +70,10 @@ class PolicyRecorder:
         """Return what the wrapped policy does."""
         return self._policy.seconds(work)
 
+    def draft_break_even(self, state: SchedulerState) -> float:
+        """Return what the wrapped policy does."""
+        return self._policy.draft_break_even(state)
+
 
 async def calibrate(
     config: EngineConfig,

@@ -143,7 +143,7 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
         f"{pipeline.pages_held} of {pipeline.pages} pages, {_recoveries(pipeline.recoveries)}"
     )
-    cached = Text(f"{pipeline.pages_cached} pages cached, {_hit(pipeline)}")
+    cached = Text(f"{pipeline.pages_cached} {'page' if pipeline.pages_cached == 1 else 'pages'} cached, {_hit(pipeline)}")
     waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
     columns = max(width - labels - BAR_WIDTH - 8, 10)
@@ -156,7 +156,7 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
 
 def _hit(pipeline: PipelineActivity) -> str:
     queries = pipeline.prefix_cache_queries
-    return f"{pipeline.prefix_cache_hits / queries:.0%} of prompts hit" if queries else "no prompt yet"
+    return f"{pipeline.prefix_cache_hits / queries:.0%} of prompt tokens hit" if queries else "no prompt yet"
 
 
 def _recoveries(count: int) -> str:

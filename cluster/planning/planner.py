@@ -52,6 +52,7 @@ class PlanRequest:
     experts_inside: bool = True  # in the stages, if the model has experts
     measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
     batch_invariant: bool | None = None  # see StagePlan
+    num_drafts: int = 0  # of a sequence in one micro-batch, by which page rings are longer
     panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
 
     @property
@@ -148,7 +149,8 @@ class _StageFootprint:
 
     def __init__(self, args: ModelArgs, request: PlanRequest) -> None:
         self._args, self._request = args, request
-        self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
+        lengths = request.page_size, request.max_model_len, request.num_drafts
+        self.rings = {w: ring_pages(w, *lengths) for w in args.window_classes}
         layers = [tuple(layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in range(args.n_layers)]
         head = tuple(head_tensors(args))
         self._weights = [0, *accumulate(self._num_bytes(*specs) for specs in layers)]

@@ -41,11 +41,16 @@ class PositionBuffer(Generic[T]):
             self._held.setdefault(seq_id, []).append(values.between(position, values.end))
             self._next[seq_id, layer] = values.end
 
-    def take(self, events: Iterable[TokenEvent]) -> tuple[T, ...]:
-        """Remove and return all that is held for the sequences of these events."""
+    def take(self, events: Iterable[TokenEvent], end_of: Callable[[int], int]) -> tuple[T, ...]:
+        """Remove and return all that is held for the sequences of these events, up to their last tokens.
+
+        ``end_of`` returns how many tokens of a sequence are known. One that ends with the first of three tokens, of which two
+        were drafts, has values of all three.
+        """
         if not self._held:  # nearly always
             return ()
-        return tuple(values for event in events for values in self._held.pop(event.seq_id, ()))
+        held = ((end_of(event.seq_id), values) for event in events for values in self._held.pop(event.seq_id, ()))
+        return tuple(values.between(values.start, min(values.end, end)) for end, values in held if values.start < end)
 
 
 class ActiveRequest:
@@ -54,6 +59,7 @@ class ActiveRequest:
     def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
         self.sink = sink
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
+        self._sequences = list(sequences)
         self.priority, self.request_id = sequences[0].priority, sequences[0].request_id
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self.is_single = len(sequences) == 1
@@ -90,7 +96,11 @@ class ActiveRequest:
         fields = [(self.index_of[seq_id], token_id, finish) for seq_id, token_id, finish in events]
         own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))  # half of what calling TokenEvent takes
         cached = sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events) if self._num_cached else 0
-        self.sink(RequestOutput(own, self._times(now), self._experts.take(own), self._logprobs.take(own), num_cached=cached))
+        experts, logprobs = self._experts.take(own, self._num_known), self._logprobs.take(own, self._num_known)
+        self.sink(RequestOutput(own, self._times(now), experts, logprobs, num_cached=cached))
+
+    def _num_known(self, index: int) -> int:
+        return self._sequences[index].num_known
 
     @property
     def times(self) -> RequestTimings:

@@ -122,7 +122,7 @@ class ActivityLog:
         prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
         works = [(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s)) for t in result.timings]
         work = prefill_tokens, len(batch.decodes.seq_ids), works
-        record = MicroBatchRecord(self._number, batch.step_id, batch.epoch, *work, self._clock(), len(result.token_ids))
+        record = MicroBatchRecord(self._number, batch.step_id, batch.epoch, *work, self._clock(), result.num_sampled)
         self._batches.append(record)
         self._num_records += 1 + len(works)
         while self._num_records > MAX_RECORDS:

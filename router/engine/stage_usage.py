@@ -47,7 +47,7 @@ class UsageMeter:
 
     def observe(self, result: StepResult) -> None:
         """Add the timings of one micro-batch."""
-        self.num_sampled += len(result.token_ids)
+        self.num_sampled += result.num_sampled
         for timing in result.timings:
             self._stages[timing.stage_id] = self._stages[timing.stage_id].add(timing)
             for actor_id, busy_s, num_rows in timing.experts:

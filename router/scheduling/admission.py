@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tramontane.proto.errors import RequestError
+from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import validate_prompt
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.prefix_cache import cache_salt
@@ -27,6 +28,7 @@ class SchedulerLimits:
     reuses_prefixes: bool = False  # whether sequences begin with cached pages of others
     shares_prefixes: bool = False  # also with those of other tenants
     model: str = ""  # mark of the model and its weights
+    speculative: SpeculativeConfig | None = None
 
     def cache_salt(self, tenant: str) -> str:
         """Return the salt of the keys of cached pages."""

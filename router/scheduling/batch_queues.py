@@ -4,14 +4,19 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import add
 
+from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.proto.step import Chunk, DecodeColumns
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
+from tramontane.router.speculation.speculation_state import SpeculationState
+
+NewPages = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
 class PrefillQueue:
@@ -94,11 +99,26 @@ def urgent_tokens(prefills: list[Sequence]) -> int:
     return sum(s.num_pending for s in takewhile(lambda s: s.effective_priority == prefills[0].effective_priority, prefills))
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """What drafts a micro-batch may have.
+
+    ``break_even``: how likely a draft must be right. ``max_rows``: of decodes, with drafts. ``num_spare``: pages of each class
+    without a window that drafts must leave for other sequences.
+    """
+
+    break_even: float
+    max_rows: int
+    num_spare: int
+
+
 class DecodeQueue:
     """Decoding sequences; one is ready once its last token is known."""
 
-    def __init__(self, allocator: PageAllocator, work_estimator: WorkEstimator) -> None:
-        self._allocator, self._work_estimator = allocator, work_estimator
+    def __init__(
+        self, allocator: PageAllocator, work_estimator: WorkEstimator, speculative: SpeculativeConfig | None = None
+    ) -> None:
+        self._allocator, self._work_estimator, self._speculative = allocator, work_estimator, speculative
         self.ready: deque[Sequence] = deque()
         self.num_sequences = self.num_keys = 0  # also of those that are in flight and not ready; keys that they see
 
@@ -123,32 +143,68 @@ class DecodeQueue:
         """Count one token more for sequences that now have these lengths: each sees one key more, up to the window."""
         self.num_keys += self._work_estimator.visible_keys_gained(lengths)
 
-    def take_batch(self, max_decodes: int, preempt: Callable[[], bool]) -> tuple[list[Sequence], DecodeColumns]:
+    def take_batch(
+        self, max_decodes: int, preempt: Callable[[], bool], limits: DraftLimits | None = None
+    ) -> tuple[list[Sequence], list[int], DecodeColumns]:
         """Return one token of each of the first ready sequences; fewer where a page is needed that is not free yet.
 
-        ``preempt`` makes another sequence release its pages, and returns whether any are free now.
+        ``preempt`` makes another sequence release its pages, and returns whether any are free now. Within ``limits`` drafts
+        follow; if there are any, the list has the rows of each sequence.
         """
         going: list[Sequence] = []
         grown = []
-        ready = self.ready
+        drafts: list[tuple[int, ...]] = []
+        ready, num_rows = self.ready, 0
+        num_left = 0 if limits is None else limits.max_rows - min(max_decodes, len(ready))
         while ready and len(going) < max_decodes:
             sequence = ready[0]
-            if (num_known := sequence.num_known) > sequence.num_paged_positions:
-                if not self._allocator.reserve(sequence, num_known):
+            end = num_known = sequence.num_known
+            if limits is not None:
+                drafts.append(self._draft(sequence, limits, num_left))
+                end += len(drafts[-1])
+            if end > sequence.num_paged_positions:
+                if not self._allocator.reserve(sequence, end):
+                    if limits is not None:
+                        drafts.pop()
                     if preempt():
                         continue
                     break
-                grown.append((len(going), self._allocator.allocate(sequence, num_known - 1, num_known)))
+                grown.append((num_rows + end - num_known, self._allocator.allocate(sequence, num_known - 1, end)))
             ready.popleft()
             going.append(sequence)
             sequence.num_dispatched = num_known
             sequence.num_in_flight += 1
-        return going, DecodeColumns(
-            seq_ids=tuple([s.seq_id for s in going]),
-            starts=tuple([s.num_known - 1 for s in going]),
-            token_ids=tuple([s.output_ids[-1] for s in going]),
-            new_pages=tuple(grown),
+            num_rows += 1 + end - num_known
+            num_left -= end - num_known
+        if any(drafts):
+            return going, [1 + len(each) for each in drafts], _with_drafts(going, drafts, tuple(grown))
+        return (
+            going,
+            [],
+            DecodeColumns(
+                seq_ids=tuple([s.seq_id for s in going]),
+                starts=tuple([s.num_known - 1 for s in going]),
+                token_ids=tuple([s.output_ids[-1] for s in going]),
+                new_pages=tuple(grown),
+            ),
         )
+
+    def _draft(self, sequence: Sequence, limits: DraftLimits, num_left: int) -> tuple[int, ...]:
+        """Return drafts of the tokens after the next one, for which pages are reserved.
+
+        A sequence whose experts are returned gets none: those of wrong drafts would be among them.
+        """
+        assert self._speculative is not None
+        if sequence.sampling.return_experts:
+            return ()
+        if sequence.speculation is None:
+            sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids)
+        num_known = sequence.num_known
+        max_tokens = min(num_left, sequence.max_len - num_known - 1)
+        drafts = sequence.speculation.draft(sequence.output_ids, limits.break_even, max_tokens)
+        if drafts and not self._allocator.reserve(sequence, num_known + len(drafts), limits.num_spare):
+            return ()
+        return drafts
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Assert that the counts are right."""
@@ -156,3 +212,14 @@ class DecodeQueue:
         assert all(s.status is SequenceStatus.RUNNING for s in decoding)
         assert self.num_sequences == len(decoding)
         assert self.num_keys == sum(self._work_estimator.visible_keys(s.num_known) for s in decoding)
+
+
+def _with_drafts(going: list[Sequence], drafts: list[tuple[int, ...]], grown: NewPages) -> DecodeColumns:
+    """Return the rows of each sequence: its last known token and its drafts."""
+    pairs = list(zip(going, drafts, strict=True))
+    return DecodeColumns(
+        seq_ids=tuple([sequence.seq_id for sequence, own in pairs for _ in range(1 + len(own))]),
+        starts=tuple([sequence.num_known - 1 + i for sequence, own in pairs for i in range(1 + len(own))]),
+        token_ids=tuple([token_id for sequence, own in pairs for token_id in (sequence.output_ids[-1], *own)]),
+        new_pages=grown,
+    )

@@ -83,13 +83,16 @@ class PageAllocator:
         self._set_reserved(sequence, needs)
         return True
 
-    def reserve(self, sequence: Sequence, num_positions: int) -> bool:
-        """Make sure that ``allocate`` for so many positions is possible; return False if pages are lacking."""
+    def reserve(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> bool:
+        """Make sure that ``allocate`` for so many positions is possible; return False if pages are lacking.
+
+        ``num_spare``: pages of each class without a window that must be left after that.
+        """
         if num_positions <= sequence.num_reserved_positions:
             return True
         needs = [max(old, n) for old, n in zip(sequence.reserved_pages, self._pages(num_positions), strict=True)]
         reserved = [r + n - old for r, n, old in zip(self._reserved, needs, sequence.reserved_pages, strict=True)]
-        if not self._is_possible(reserved):
+        if not self._is_possible(reserved, num_spare):
             return False
         self._reserved = reserved
         self._set_reserved(sequence, needs)

@@ -24,7 +24,9 @@ class FailedBatch:
 def position_spans(batch: MicroBatch) -> dict[int, tuple[int, int]]:
     """Return the first position of each sequence in a micro-batch and the one after the last, by the sequence's id."""
     spans = {chunk.seq_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in batch.chunks}
-    return spans | {seq_id: (n, n + 1) for seq_id, n in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)}
+    for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True):
+        spans[seq_id] = spans.get(seq_id, (start, start))[0], start + 1
+    return spans
 
 
 class PoisonDetector:

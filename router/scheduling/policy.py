@@ -7,6 +7,8 @@ from typing import Protocol
 from tramontane.proto.step import MicroBatch, StageTiming
 
 ASSUMED_TOKEN_S = 1e-3
+ASSUMED_BREAK_EVEN = 0.5  # of drafts, where no times are known
+NEVER = 2.0  # no draft is that likely to be right
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,9 @@ class Policy(Protocol):
     def seconds(self, work: BatchWork) -> float:
         """Return about how long the busiest stage takes for this work, beyond what any micro-batch takes."""
 
+    def draft_break_even(self, state: SchedulerState) -> float:
+        """Return how likely a draft must be right to be worth its row in the next micro-batch; ``NEVER``: none is."""
+
 
 class FixedInFlightPolicy:
     """Keeps M micro-batches in flight and spreads decodes evenly over them. Urgent prompts share none with others."""
@@ -142,6 +147,15 @@ class FixedInFlightPolicy:
     def seconds(self, work: BatchWork) -> float:
         """See ``Policy``: no times are known, so tokens count alike."""
         return assumed_seconds(work)
+
+    def draft_break_even(self, state: SchedulerState) -> float:
+        """See ``Policy``."""
+        return NEVER if has_prompts(state) else ASSUMED_BREAK_EVEN
+
+
+def has_prompts(state: SchedulerState) -> bool:
+    """Return whether prompts could use the time that drafts would take."""
+    return bool(state.pending_tokens or state.waiting_tokens)
 
 
 def assumed_seconds(work: BatchWork) -> float:

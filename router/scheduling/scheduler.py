@@ -1,24 +1,24 @@
 """The scheduler: which tokens travel in the next micro-batch. Pure: no torch, no Ray, no clock, no I/O."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from itertools import repeat
 
 from tramontane.proto.plan import CachePlan
-from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
+from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
-from tramontane.router.scheduling.batch_queues import DecodeQueue, PrefillQueue, urgent_tokens
+from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
+from tramontane.router.scheduling.result_applier import Accepted, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
 
-# Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
-Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
-InFlight = tuple[BatchBudget, BatchWork, list[Sequence]]  # of a micro-batch; the decoding sequences in the order of columns
+# Of a micro-batch; the decoding sequences in the order of columns, and the rows of each if any has drafts.
+InFlight = tuple[BatchBudget, BatchWork, list[Sequence], list[int]]
 
 
 class Scheduler:
@@ -31,6 +31,7 @@ class Scheduler:
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
     * Where pages run out, which happens only in layers without a window, the least urgent, youngest sequence is preempted.
     * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
+    * With speculation a decode token brings drafts of the next ones where the policy finds them worth their rows.
     """
 
     def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:
@@ -42,8 +43,9 @@ class Scheduler:
         self._running = RunningSet(cache, limits.max_num_seqs, limits.reuses_prefixes)
         self.allocator = self._running.allocator
         self._prefills = PrefillQueue(self.allocator, policy.overlaps_chunks)
-        self._decodes = DecodeQueue(self.allocator, self._work_estimator)
+        self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
+        self._results = ResultApplier(self._decodes, self._poison_detector, self._deschedule, self._release_if_drained)
         self._freed: list[int] = []  # sequences that ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
@@ -60,11 +62,12 @@ class Scheduler:
         """Return the next micro-batch, or None if nothing can be submitted now."""
         self.allocator.register_written()
         self._admit()
-        budget = self.policy.choose_budget(self._state())
+        budget = self.policy.choose_budget(state := self._state())
         if budget is None:
             return None
-        decoding, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last)
-        chunks = self._prefills.take_chunks(min(budget.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
+        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, self._draft_limits(state))
+        num_left = self.limits.max_num_batched_tokens - len(decodes.seq_ids)
+        chunks = self._prefills.take_chunks(min(budget.prefill_tokens, num_left))
         if not decoding and not chunks:
             return None
         if chunks:
@@ -73,7 +76,7 @@ class Scheduler:
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._freed), decodes)
         self._freed.clear()
         self._next_step += 1
-        self._in_flight.append((budget, self.measure_work(batch), decoding))
+        self._in_flight.append((budget, self.measure_work(batch), decoding, counts))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
@@ -81,13 +84,16 @@ class Scheduler:
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
-        budget, work, decoding = self._in_flight.popleft()
+        budget, work, decoding, counts = self._in_flight.popleft()
         self.policy.observe(budget, work, result.timings)
         token_ids, finished, accepted = iter(result.token_ids), dict(result.finished), list[Accepted]()
         for chunk in batch.chunks:
-            token_id = next(token_ids) if chunk.needs_sample else None
-            accepted += self._apply_result(self._running.by_id[chunk.seq_id], token_id, finished.get(chunk.seq_id))
-        accepted += self._complete_decodes(decoding, token_ids, finished)
+            sampled = (next(token_ids),) if chunk.needs_sample else ()
+            accepted += self._results.apply(self._running.by_id[chunk.seq_id], sampled, finished.get(chunk.seq_id))
+        if counts:
+            accepted += self._results.apply_drafted(decoding, counts, token_ids, finished)
+        else:
+            accepted += self._results.apply_decodes(decoding, token_ids, finished)
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
 
     def abort(self, seq_id: int) -> None:
@@ -220,6 +226,13 @@ class Scheduler:
             free_share=min(n / c.num_pages for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)),
         )
 
+    def _draft_limits(self, state: SchedulerState) -> DraftLimits | None:
+        """Return what drafts are worth now. Stages never see more decodes than ``max_num_seqs``."""
+        if self.limits.speculative is None:
+            return None
+        max_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        return DraftLimits(self.policy.draft_break_even(state), max_rows, len(self._running))
+
     def _preempt_last(self) -> bool:
         """Preempt the least urgent, youngest sequence; return whether its pages are free now.
 
@@ -234,52 +247,6 @@ class Scheduler:
         self._deschedule(sequence, PREEMPTED)
         self.num_preempted += 1
         self._release_if_drained(sequence)
-
-    def _complete_decodes(
-        self, decoding: list[Sequence], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
-    ) -> list[Accepted]:
-        """Apply one token per decoding sequence; the branch that nearly all of them take is inlined."""
-        accepted: list[Accepted] = []
-        lengths = []  # of sequences that continue
-        ready = self._decodes.ready
-        for sequence, token_id in zip(decoding, token_ids, strict=True):
-            num_known = sequence.num_known + 1
-            continues = num_known < sequence.max_len and token_id not in sequence.end_ids and sequence.seq_id not in finished
-            if continues and sequence.status is RUNNING:
-                sequence.num_in_flight -= 1
-                sequence.output_ids.append(token_id)
-                sequence.num_known = num_known
-                lengths.append(num_known)
-                ready.append(sequence)
-                accepted.append((sequence.seq_id, token_id, None))
-            else:
-                accepted += self._apply_result(sequence, token_id, finished.get(sequence.seq_id))
-        self._decodes.record_growth(lengths)
-        return accepted
-
-    def _apply_result(self, sequence: Sequence, token_id: int | None, finish: FinishReason | None) -> list[Accepted]:
-        """Apply a sequence's part of a result: the token that was sampled, and why the stage ends the sequence, if any."""
-        sequence.num_in_flight -= 1
-        accepted = [self._accept(sequence, token_id, finish)] if token_id is not None and sequence.status is not FINISHED else []
-        if sequence.status is not RUNNING:
-            self._release_if_drained(sequence)
-        return accepted
-
-    def _accept(self, sequence: Sequence, token_id: int, finish: FinishReason | None) -> Accepted:
-        num_known = sequence.accept(token_id)
-        if sequence.is_decoding:
-            self._decodes.record_growth([num_known])
-        if finish is None and token_id in sequence.end_ids:
-            finish = FinishReason.STOP
-        elif finish is None and num_known >= sequence.max_len:
-            finish = FinishReason.LENGTH
-        if finish is not None:
-            self._deschedule(sequence, FINISHED)
-        elif sequence.status is RUNNING:
-            self._decodes.add(sequence)
-        if self._poison_detector.clear(sequence):
-            self._deschedule(sequence, PREEMPTED)
-        return sequence.seq_id, token_id, finish
 
     def _deschedule(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take the sequence out of the queues; what is in flight still returns."""

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from tramontane.proto.request import SamplingParams
 from tramontane.router.scheduling.prefix_cache import BlockHasher
+from tramontane.router.speculation.speculation_state import SpeculationState
 
 
 class SequenceStatus(Enum):
@@ -47,6 +48,7 @@ class Sequence:
     num_failures: int = 0  # failed micro-batches that had the same of its positions, without a token since
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0
+    speculation: SpeculationState | None = None  # once it decodes, where there is speculation
     num_skipped: int = 0  # micro-batches that took more urgent prompts while this was the oldest less urgent one
 
     def __post_init__(self) -> None:

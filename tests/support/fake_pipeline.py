@@ -4,11 +4,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scripted_chain import all_chunks
-
-from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -17,8 +15,8 @@ from tramontane.router.scheduling.sequence import Sequence
 EOS = 2
 
 
-def new_cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256) -> CachePlan:
-    rings = [ring_pages(window, page_size, max_len) for window in windows]
+def new_cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256, num_drafts: int = 0) -> CachePlan:
+    rings = [ring_pages(window, page_size, max_len, num_drafts) for window in windows]
     classes = [WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)]
     return CachePlan(page_size, tuple(classes))
 
@@ -28,6 +26,18 @@ def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len:
     sampling = SamplingParams(max_tokens=new, temperature=0.0)
     prompt_ids = tuple(10 + (97 * seq_id + i) % 980 for i in range(prompt))
     return Sequence(seq_id, prompt_ids, sampling, min(prompt + new, max_len), priority)
+
+
+def decode_runs(batch: MicroBatch) -> list[Chunk]:
+    """Return the decodes as chunks: of one token, or of a token and its drafts."""
+    runs: list[Chunk] = []
+    pages = dict(batch.decodes.new_pages)
+    for row, (seq_id, start, token_id) in enumerate(zip(*batch.decodes[:3], strict=True)):
+        before = runs.pop() if runs and runs[-1].seq_id == seq_id else Chunk(seq_id, start, (), (), None, True)
+        assert before.start + before.num_tokens == start
+        assert not before.new_pages, "pages come with a sequence's last row"
+        runs.append(before._replace(token_ids=(*before.token_ids, token_id), new_pages=pages.get(row, ())))
+    return runs
 
 
 @dataclass
@@ -45,6 +55,8 @@ class FakePipeline:
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
     num_stages: int = 0  # with timings in the results
     now: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def submit(self) -> MicroBatch | None:
         batch = self.scheduler.schedule()
@@ -55,11 +67,25 @@ class FakePipeline:
 
     def answer(self, token_id: int | None = None) -> None:
         batch = self.in_flight.popleft()
-        ends = [(c.seq_id, c.start + c.num_tokens) for c in all_chunks(batch) if c.needs_sample]
-        assert [seq_id for seq_id, _ in ends] == list(batch.sampled_seq_ids)
-        token_ids = tuple(self.token_at(seq_id, end) if token_id is None else token_id for seq_id, end in ends)
-        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, self._timings(batch)))
+        token_at = self.token_at if token_id is None else lambda _seq_id, _position: token_id
+        ends = [(c.seq_id, c.start + c.num_tokens) for c in batch.chunks if c.needs_sample]
+        token_ids = [token_at(*end) for end in ends]
+        for run in decode_runs(batch):
+            token_ids += self._verify(run, token_at)
+        assert len(token_ids) == len(batch.sampled_seq_ids)
+        result = StepResult(batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch))
+        self.events += self.scheduler.complete(batch, result)
         self.scheduler.check_integrity()
+
+    def _verify(self, run: Chunk, token_at: Callable[[int, int], int]) -> list[int]:
+        """Return the answers for a token and its drafts."""
+        answers = [token_at(run.seq_id, run.start + 1)]
+        for row, draft in enumerate(run.token_ids[1:], 1):
+            is_right = answers[-1] == draft
+            answers.append(token_at(run.seq_id, run.start + row + 1) if is_right else NO_TOKEN)
+        self.num_drafts += run.num_tokens - 1
+        self.num_accepted += len(answers) - answers.count(NO_TOKEN) - 1
+        return answers
 
     def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
         """Return timings as if each stage computed right after the one before it."""
@@ -87,10 +113,12 @@ class FakePipeline:
 
     def _check(self, batch: MicroBatch) -> None:
         assert 0 < batch.num_tokens <= self.scheduler.limits.max_num_batched_tokens
-        chunks = all_chunks(batch)
+        decodes = decode_runs(batch)
+        chunks = [*batch.chunks, *decodes]
         assert len({c.seq_id for c in chunks}) == len(chunks)
-        sizes = [c.num_tokens > 1 for c in chunks]
+        sizes = [c.num_tokens > 1 for c in batch.chunks]
         assert sizes == sorted(sizes, reverse=True)
+        assert len(batch.decodes.seq_ids) <= self.scheduler.limits.max_num_seqs
         for seq_id in batch.freed_seq_ids:
             del self.tokens[seq_id], self.entries[seq_id]
         for chunk in chunks:
@@ -103,14 +131,18 @@ class FakePipeline:
         for chunk in ones:
             self._write(chunk)
         for chunk in ones:
-            self._read(chunk.seq_id, chunk.start + 1, 1)
+            for row in range(chunk.num_tokens):
+                self._read(chunk.seq_id, chunk.start + row + 1, 1)
 
     def _begin(self, chunk: Chunk) -> None:
         """Check that a stage sees positions in order, each once, and put the pages of a cached prefix in their entries."""
         cache = self.scheduler.allocator.cache
         assert (chunk.sampling is not None) == (chunk.seq_id not in self.tokens)
         if chunk.sampling is None:
-            assert chunk.start == len(self.tokens[chunk.seq_id])
+            tokens = self.tokens[chunk.seq_id]
+            known = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
+            assert tokens[: chunk.start] == known, "what stays is what was accepted"
+            self.tokens[chunk.seq_id] = known
             return
         self.num_reused += chunk.start
         self.tokens[chunk.seq_id] = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
@@ -140,7 +172,8 @@ class FakePipeline:
         tokens = self.tokens[chunk.seq_id] = self.tokens[chunk.seq_id] + chunk.token_ids
         salt, last = self._sequence(chunk.seq_id).cache_salt, -(-end // cache.page_size)
         news = chunk.new_pages or ((),) * len(cache.classes)
-        for index, (window_class, pages, num_own) in enumerate(zip(cache.classes, news, self._num_own(chunk), strict=True)):
+        owned = self._num_own(chunk) if chunk.sampling else map(len, news)  # drafts that were wrong have left pages
+        for index, (window_class, pages, num_own) in enumerate(zip(cache.classes, news, owned, strict=True)):
             assert len(pages) >= num_own
             of_class = self.entries[chunk.seq_id][index]
             of_class.update(zip(range(last - num_own, last), pages[len(pages) - num_own :], strict=True))
@@ -155,7 +188,14 @@ class FakePipeline:
 
 
 def new_pipeline(
-    cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
+    cache: CachePlan,
+    *,
+    seqs: int = 8,
+    budget: int = 64,
+    in_flight: int = 3,
+    policy: Policy | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
-    return FakePipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True), policy))
+    limits = SchedulerLimits(seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True, speculative=speculative)
+    return FakePipeline(Scheduler(cache, limits, policy))

@@ -80,7 +80,8 @@ class LogitsState:
 class LogitsProcessor:
     """Processor of the logits of all sequences that ask for changes.
 
-    Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have been counted.
+    Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have been counted. Drafts are counted
+    once they are known to be right (``count_draft``).
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
@@ -117,6 +118,11 @@ class LogitsProcessor:
         self._mask_eos(changed_RV, states, [positions[row] for row in rows])
         return logits_SV.index_copy(0, index, changed_RV)
 
+    def count_draft(self, seq_id: int, token_id: int) -> None:
+        """Count a draft that is right, before the token after it is sampled."""
+        if (state := self._states.get(seq_id)) is not None and state.row is not None:
+            self._counts.add_output([state.row], [token_id])
+
     def _new_state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
         token_ids, biases = [token_id for token_id, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
         return LogitsState(
@@ -140,8 +146,10 @@ class LogitsProcessor:
                 output_ids = self._count_prompt(state.row, state.num_prompt, chunk)
                 rows += [state.row] * len(output_ids)
                 token_ids += output_ids
+        previous = None
         for seq_id, token_id in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
-            if (state := self._states.get(seq_id)) is not None and state.row is not None:
+            is_draft, previous = seq_id == previous, seq_id
+            if not is_draft and (state := self._states.get(seq_id)) is not None and state.row is not None:
                 rows.append(state.row)
                 token_ids.append(token_id)
         if rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import Logprobs
-from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_logsumexp
 
@@ -118,7 +118,8 @@ class LogprobTracker:
         self, logits_SV: Tensor, token_ids: Sequence[int], seq_ids: Sequence[int], positions: Sequence[int]
     ) -> Iterator[Logprobs]:
         """Yield the log-probabilities of tokens that were just chosen, by the unprocessed logits of the model."""
-        rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top] if self._num_top else []
+        asked = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top] if self._num_top else []
+        rows = [row for row in asked if token_ids[row] != NO_TOKEN]
         if not rows:  # nearly always
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]

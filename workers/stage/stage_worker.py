@@ -1,6 +1,6 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
-from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
+from tramontane.workers.sampling.token_sampler import SampledRows, TokenSampler
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
@@ -84,7 +84,9 @@ class StageWorker:
         self.graphs = self._graph_runner()
         self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
-        self.logprobs = LogprobTracker(plan.args.vocab_size, self.backend.has_exact_sums)
+        params_of, has_exact_sums = self.table.sampling.__getitem__, self.backend.has_exact_sums
+        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, has_exact_sums)
+        self.logprobs = LogprobTracker(plan.args.vocab_size, has_exact_sums)
         self.numerics = Numerics()  # until ``load`` has found them out
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -269,8 +271,9 @@ class StageWorker:
     def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> PendingOutcome:
         """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
         batch, incoming, timer, recorder = step
-        seq_ids, positions = batch.sampled_seq_ids, _sampled_positions(batch)
-        sampled = copy_to_host_async(self._sample(done, seq_ids, positions)) if self.plan.is_last and seq_ids else None
+        rows = SampledRows.of(batch)
+        sampled = self.token_sampler.sample(done, rows) if self.plan.is_last and rows.seq_ids else None
+        on_host = copy_to_host_async(sampled.token_ids) if sampled else None
         timer.stop()
 
         def read() -> Outcome:
@@ -278,23 +281,12 @@ class StageWorker:
             choices = (*(incoming.choices if incoming else ()), *recorder.collect())
             if not self.plan.is_last:
                 return Activation(done, timings, choices)
-            token_ids = () if sampled is None else tuple(sampled.tensor.tolist())
-            logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, seq_ids, positions))
-            ended = self.structured_output.finished(seq_ids, token_ids)
+            if sampled is None or on_host is None:
+                return StepResult(batch.epoch, batch.step_id, (), timings, choices, prompt_logprobs)
+            token_ids = rows.accepted(on_host.tensor.tolist())
+            logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, rows.seq_ids, rows.positions))
+            ended = self.token_sampler.finished(sampled, rows, token_ids)
             return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, ended)
 
         is_stateful = bool(self.structured_output.num_sequences or self.logprobs.num_sequences) or recorder is not NO_RECORDER
         return PendingOutcome(None if self.plan.is_last else done, is_stateful, read)
-
-    def _sample(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return a token id of each sequence, [S] on the device."""
-        changed_SV = self.logits_processor.apply(logits_SV, seq_ids, positions)
-        allowed_SV = self.structured_output.apply_masks(changed_SV, seq_ids)
-        params = [self.table.sampling[s] for s in seq_ids]
-        return sample(allowed_SV, params, positions, self.backend.has_exact_sums)
-
-
-def _sampled_positions(batch: MicroBatch) -> list[int]:
-    """Return the positions of the tokens to be sampled: one further than what their logits are computed from."""
-    ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
-    return ends + [start + 1 for start in batch.decodes.starts]

@@ -158,7 +158,7 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
         "app-1",
         "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 1 recovery",
         "first token p50 50 ms p95 1.25 s, between tokens -",
-        "9 pages cached, 64% of prompts hit",
+        "9 pages cached, 64% of prompt tokens hit",
         "Stage 1/2 layers 0-3  83% ████████··                           ▓▓░ ▓▓░ ▅█▅     ",
         "Stage 2/2 layers 4-7  20% ██········                             ▒▒░ ▒▒░ ▂▅▃   ",
     ]

@@ -27,7 +27,7 @@ def test_positions_may_begin_anywhere_and_then_have_no_gap(num_missing: int) -> 
     with pytest.raises(AssertionError, match=GAP):
         held.add(_logprobs(7 + num_missing, 20))
     held.add(_logprobs(7, 8))
-    assert held.take([TokenEvent(0, 1)]) == (_logprobs(4, 7), _logprobs(7, 8)), "what was refused is not held"
+    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_logprobs(4, 7), _logprobs(7, 8)), "what was refused is not held"
 
 
 def test_what_another_router_has_emitted_is_skipped_and_no_more() -> None:
@@ -36,7 +36,7 @@ def test_what_another_router_has_emitted_is_skipped_and_no_more() -> None:
     with pytest.raises(AssertionError, match=GAP):
         held.add(_logprobs(6, 8))
     held.add(_logprobs(1, 6))
-    assert held.take([TokenEvent(0, 1)]) == (_logprobs(5, 6),)
+    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_logprobs(5, 6),)
 
 
 def test_every_layer_has_positions_of_its_own() -> None:
@@ -46,7 +46,16 @@ def test_every_layer_has_positions_of_its_own() -> None:
     with pytest.raises(AssertionError, match=GAP):
         held.add(_experts(2, 4, 9), 2)
     held.add(_experts(2, 2, 4), 2)
-    assert held.take([TokenEvent(0, 1)]) == (_experts(2, 0, 3), _experts(5, 6, 9), _experts(2, 3, 4))
+    assert held.take([TokenEvent(0, 1)], lambda _: 99) == (_experts(2, 0, 3), _experts(5, 6, 9), _experts(2, 3, 4))
+
+
+@pytest.mark.parametrize(("num_known", "expected"), [(8, (_logprobs(4, 7), _logprobs(7, 8))), (6, (_logprobs(4, 6),)), (4, ())])
+def test_what_follows_the_last_token_is_dropped(num_known: int, expected: tuple[Logprobs, ...]) -> None:
+    """Drafts after the token that ends a sequence may be right, and have values."""
+    held = PositionBuffer[Logprobs]()
+    held.add(_logprobs(4, 7))
+    held.add(_logprobs(7, 8))
+    assert held.take([TokenEvent(0, 1)], lambda _: num_known) == expected
 
 
 class Delivered:

@@ -3,7 +3,8 @@
 import pytest
 from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 
-from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
+from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 Span = tuple[int, int]  # the first position, and the one after the last
@@ -35,6 +36,12 @@ def test_failures_count_together_if_they_have_a_position_in_common(
         _fail(detector, sequence, span)
     assert (sequence.num_failures, sequence.failed_at) == (num_failures, failed_at)
     assert bool(detector) is is_suspect
+
+
+def test_a_sequence_with_drafts_has_the_positions_of_all_of_them() -> None:
+    chunks = (Chunk(1, 10, (5, 6, 7), (), None, False),)
+    batch = MicroBatch(0, 0, chunks, (), DecodeColumns((2, 3, 3, 3, 4), (8, 4, 5, 6, 9), (1, 1, 1, 1, 1)))
+    assert position_spans(batch) == {1: (10, 13), 2: (8, 9), 3: (4, 7), 4: (9, 10)}
 
 
 def test_a_token_in_between_makes_a_failure_the_first_again() -> None:

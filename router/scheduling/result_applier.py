@@ -1,0 +1,100 @@
+"""Application of results to sequences: accepted tokens, ends, and what is ready for its next token."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, takewhile
+
+from tramontane.proto.request import FinishReason
+from tramontane.proto.step import NO_TOKEN
+from tramontane.router.scheduling.batch_queues import DecodeQueue
+from tramontane.router.scheduling.poison_detector import PoisonDetector
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
+
+# Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
+RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
+Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
+
+
+class ResultApplier:
+    """Applies the parts of a result.
+
+    ``deschedule`` takes a sequence out of the queues, and ``release`` frees it once it is drained. The counts are those of
+    vLLM's ``spec_decode_*`` metrics: micro-batches in which a sequence had drafts, drafts, and accepted ones.
+    """
+
+    def __init__(
+        self,
+        decodes: DecodeQueue,
+        poison_detector: PoisonDetector,
+        deschedule: Callable[[Sequence, SequenceStatus], None],
+        release: Callable[[Sequence], None],
+    ) -> None:
+        self._decodes, self._poison_detector = decodes, poison_detector
+        self._deschedule, self._release = deschedule, release
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    def apply_decodes(
+        self, decoding: list[Sequence], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
+    ) -> list[Accepted]:
+        """Apply one token per decoding sequence; the branch that nearly all of them take is inlined."""
+        accepted: list[Accepted] = []
+        lengths = []  # of sequences that continue
+        ready = self._decodes.ready
+        for sequence, token_id in zip(decoding, token_ids, strict=True):
+            num_known = sequence.num_known + 1
+            continues = num_known < sequence.max_len and token_id not in sequence.end_ids and sequence.seq_id not in finished
+            if continues and sequence.status is RUNNING:
+                sequence.num_in_flight -= 1
+                sequence.output_ids.append(token_id)
+                sequence.num_known = num_known
+                lengths.append(num_known)
+                ready.append(sequence)
+                accepted.append((sequence.seq_id, token_id, None))
+            else:
+                accepted += self.apply(sequence, (token_id,), finished.get(sequence.seq_id))
+        self._decodes.record_growth(lengths)
+        return accepted
+
+    def apply_drafted(
+        self, decoding: list[Sequence], counts: Iterable[int], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
+    ) -> list[Accepted]:
+        """Apply the tokens of sequences that have so many rows each, of which the later ones are drafts."""
+        accepted: list[Accepted] = []
+        for sequence, count in zip(decoding, counts, strict=True):
+            tokens = tuple(takewhile(lambda token_id: token_id != NO_TOKEN, list(islice(token_ids, count))))
+            assert tokens, "the last known token is no draft"
+            self.num_drafts += count > 1
+            self.num_draft_tokens += count - 1
+            self.num_accepted_tokens += len(tokens) - 1
+            accepted += self.apply(sequence, tokens, finished.get(sequence.seq_id))
+        return accepted
+
+    def apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
+        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends it after them, if any."""
+        sequence.num_in_flight -= 1
+        accepted = self._accept(sequence, token_ids, finish) if token_ids and sequence.status is not FINISHED else []
+        if sequence.status is not RUNNING:
+            self._release(sequence)
+        return accepted
+
+    def _accept(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
+        """Accept tokens up to the first that ends the sequence."""
+        accepted: list[Accepted] = []
+        for number, token_id in enumerate(token_ids, 1):
+            num_known = sequence.accept(token_id)
+            if sequence.is_decoding:
+                self._decodes.record_growth([num_known])
+            reason = finish if number == len(token_ids) else None
+            if reason is None and token_id in sequence.end_ids:
+                reason = FinishReason.STOP
+            elif reason is None and num_known >= sequence.max_len:
+                reason = FinishReason.LENGTH
+            accepted.append((sequence.seq_id, token_id, reason))
+            if reason is not None:
+                self._deschedule(sequence, FINISHED)
+                break
+        sequence.num_dispatched += len(accepted) - 1  # right drafts have been computed
+        if sequence.status is RUNNING:
+            self._decodes.add(sequence)
+        if self._poison_detector.clear(sequence):
+            self._deschedule(sequence, PREEMPTED)
+        return accepted

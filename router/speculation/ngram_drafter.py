@@ -1,0 +1,62 @@
+"""Drafts from a sequence's own text: what followed the last tokens where they stood before.
+
+This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), over prompt and output.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+
+MAX_INDEXED = 16_384  # n-grams of a sequence, about 250 bytes each; the older half is dropped where there are more
+MAX_PLACES = 4  # of an n-gram that are remembered, the last ones
+TOKENS_PER_CALL = 1024  # that are indexed in one call, about a millisecond: long prompts are indexed over several steps
+
+
+class NgramDrafter:
+    """Finds the last ``min_ngram`` tokens earlier in the text, and drafts what followed there.
+
+    Of several places that one counts which has most in common with the last ``max_ngram`` tokens, and of equal ones the last.
+    ``tokens`` is only read; it grows outside.
+    """
+
+    def __init__(self, tokens: Sequence[int], min_ngram: int, max_ngram: int) -> None:
+        assert 1 <= min_ngram <= max_ngram
+        self._tokens, self._min, self._max = tokens, min_ngram, max_ngram
+        self._places: dict[tuple[int, ...], tuple[int, ...]] = {}  # index of the token that follows, by n-gram
+        self._num_indexed = min_ngram  # tokens that are known as followers
+
+    def draft(self, num_tokens: int) -> tuple[int, ...]:
+        """Return up to ``num_tokens`` tokens that may come next.
+
+        Text 5 6 7 8 5 6 with n-grams of two: 5 6 stood at the beginning, where 7 8 5 6 followed. What follows beyond the end
+        is the draft itself: of 1 1 1 the next ones are 1 1 1 again.
+        """
+        tokens, end = self._tokens, len(self._tokens)
+        self._index(min(end, self._num_indexed + TOKENS_PER_CALL))
+        if self._num_indexed < end or num_tokens <= 0:
+            return ()
+        places = self._places.get(tuple(tokens[end - self._min : end]))
+        if places is None:
+            return ()
+        place = places[-1] if len(places) == 1 else max(places, key=lambda each: (self._num_common(each), each))
+        period = end - place
+        return tuple([tokens[place + i % period] for i in range(num_tokens)])
+
+    def _index(self, end: int) -> None:
+        """Index the n-grams before the tokens up to ``end``: the last one of the text has no follower yet."""
+        tokens, places, size = self._tokens, self._places, self._min
+        for follower in range(self._num_indexed, end):
+            ngram = tuple(tokens[follower - size : follower])
+            before = places.get(ngram)
+            places[ngram] = (follower,) if before is None else (*before[1 - MAX_PLACES :], follower)
+        self._num_indexed = max(end, self._num_indexed)
+        if len(places) > MAX_INDEXED:
+            for ngram in list(islice(places, len(places) - MAX_INDEXED // 2)):
+                del places[ngram]
+
+    def _num_common(self, place: int) -> int:
+        """Return how many tokens before this place equal the last ones of the text, at most ``max_ngram``."""
+        tokens, end = self._tokens, len(self._tokens)
+        count = self._min
+        while count < min(self._max, place) and tokens[place - 1 - count] == tokens[end - 1 - count]:
+            count += 1
+        return count

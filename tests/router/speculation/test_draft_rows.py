@@ -1,0 +1,205 @@
+"""Drafts in micro-batches: sequences get the tokens that they would get without, and stages find what they need."""
+
+import random
+from collections.abc import Sequence as Several
+
+import pytest
+from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequence
+from guessing_drafter import guess
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto.plan import SpeculativeConfig
+from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.router.scheduling.policy import NEVER, FixedInFlightPolicy
+from tramontane.router.scheduling.sequence import Sequence
+
+FOUR = SpeculativeConfig(4, 1, 3)
+
+
+def token_at(seq_id: int, position: int) -> int:
+    """Return an answer's token, rarely the end of the output."""
+    number = random.Random(1000 * seq_id + position).randrange(40)
+    return EOS if number == 0 else 10 + number
+
+
+def expected(sequence: Sequence) -> list[int]:
+    tokens: list[int] = []
+    while len(sequence.prompt_ids) + len(tokens) < sequence.max_len and EOS not in tokens:
+        tokens.append(token_at(sequence.seq_id, len(sequence.prompt_ids) + len(tokens)))
+    return tokens
+
+
+def next_token_of(sequences: Several[Sequence]) -> object:
+    """Return a function from a text to its next token; prompts tell the sequences apart."""
+    by_prompt = {sequence.prompt_ids: sequence.seq_id for sequence in sequences}
+
+    def next_token(text: Several[int]) -> int:
+        seq_id = next(number for prompt, number in by_prompt.items() if tuple(text[: len(prompt)]) == prompt)
+        return token_at(seq_id, len(text))
+
+    return next_token
+
+
+def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> FakePipeline:
+    cache = new_cache(4, 4, None, 9, num_drafts=config.num_speculative_tokens)
+    pipe = new_pipeline(cache, speculative=config, **settings)  # type: ignore[arg-type]
+    pipe.token_at = token_at
+    return pipe
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    num_drafts=st.integers(1, 6),
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    window=st.sampled_from([1, 3, 9, 17]),
+    num_seqs=st.floats(1, 6),
+    in_flight=st.integers(1, 4),
+    budget=st.integers(1, 40),
+    seed=st.integers(0, 2**16),
+)
+def test_tokens_are_those_without_drafts(
+    share: float, num_drafts: int, page_size: int, window: int, num_seqs: float, in_flight: int, budget: int, seed: int
+) -> None:
+    """Packed, preempted where pages are few, cancelled, and fenced."""
+    rng = random.Random(seed)
+    config = SpeculativeConfig(num_drafts, 1, 2)
+    cache = new_cache(page_size, num_seqs, None, window, num_drafts=num_drafts)
+    pipe = new_pipeline(cache, seqs=8, budget=budget, in_flight=in_flight, speculative=config)
+    pipe.token_at = token_at
+    sequences = [new_sequence(number, rng.randint(1, 60), rng.randint(1, 40), rng.randrange(3)) for number in range(6)]
+    with pytest.MonkeyPatch.context() as patch:
+        guess(patch, next_token_of(sequences), share, seed)  # type: ignore[arg-type]
+        for sequence in sequences:
+            pipe.scheduler.add(sequence)
+        aborted = set[int]()
+        for _ in range(rng.randrange(80)):
+            if not pipe.submit() and pipe.in_flight:
+                pipe.answer()
+            if rng.random() < 0.02:
+                pipe.scheduler.restart(pipe.scheduler.epoch + 1)
+                pipe.fence()
+            if rng.random() < 0.02:
+                aborted.add(seq_id := rng.randrange(6))
+                pipe.scheduler.abort(seq_id)
+        pipe.drain()
+    for sequence in sequences:
+        events = pipe.tokens_of(sequence.seq_id)
+        tokens = expected(sequence)
+        assert [event.token_id for event in events] == tokens[: len(events)]
+        if sequence.seq_id not in aborted:
+            assert len(events) == len(tokens)
+            assert events[-1].finish is (FinishReason.STOP if EOS in tokens else FinishReason.LENGTH)
+    assert pipe.num_accepted <= pipe.num_drafts
+    results = pipe.scheduler._results
+    assert results.num_draft_tokens >= pipe.num_drafts, "what was in flight at a fence is not counted there"
+
+
+def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = new_sequence(3, 7, 31)
+    guess(monkeypatch, next_token_of([sequence]), 1.0)  # type: ignore[arg-type]
+    pipe = drafting_pipeline()
+    pipe.token_at = lambda _, position: 50 + position % 3
+    guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
+    pipe.scheduler.add(sequence)
+    pipe.drain()
+    assert len(pipe.tokens_of(3)) == 31
+    assert pipe.scheduler.num_steps == 1 + 6, "one token with the prompt, then five in each of six"
+    results = pipe.scheduler._results
+    assert (results.num_drafts, results.num_draft_tokens, results.num_accepted_tokens) == (6, 24, 24)
+
+
+def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline()
+    pipe.token_at = lambda *_: 50
+    pipe.scheduler.add(new_sequence(0, 5, 4))
+    pipe.submit()
+    pipe.answer()
+    batch = pipe.submit()
+    assert batch is not None
+    assert batch.decodes.starts == (5, 6, 7), "the first token is known, and the last is sampled from the third row"
+    pipe.drain()
+    assert len(pipe.tokens_of(0)) == 4
+
+
+def test_decodes_with_drafts_are_no_more_than_sequences_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence keeps its own row, and drafts share the rest."""
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline(seqs=6, in_flight=1)
+    pipe.token_at = lambda *_: 50
+    for number in range(4):
+        pipe.scheduler.add(new_sequence(number, 3, 20))
+    pipe.submit()
+    pipe.answer()
+    batch = pipe.submit()
+    assert batch is not None
+    assert len(batch.decodes.seq_ids) == 6
+    assert set(batch.decodes.seq_ids) == {0, 1, 2, 3}
+
+
+def test_drafts_leave_pages_for_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that would need the last page for its drafts only the next token goes."""
+    guess(monkeypatch, lambda _: 50, 1.0)
+    cache = new_cache(4, 1, None, max_len=16)
+    pipe = new_pipeline(cache, in_flight=1, speculative=FOUR)
+    pipe.token_at = lambda *_: 50
+    pipe.scheduler.add(new_sequence(0, 10, 6))
+    pipe.submit()
+    pipe.answer()
+    batch = pipe.submit()
+    assert batch is not None
+    assert batch.decodes.starts == (10,), "positions 10 and 11 are on page 2 of 4, and one is to be left"
+    pipe.drain()
+
+
+def test_a_sequence_whose_experts_are_returned_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline()
+    pipe.scheduler.add(Sequence(0, (5, 6, 7), SamplingParams(max_tokens=9, return_experts=(0,)), 12))
+    pipe.drain()
+    assert not pipe.num_drafts
+
+
+def test_nothing_is_drafted_where_the_policy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 50, 1.0)
+    policy = FixedInFlightPolicy(2, 64)
+    monkeypatch.setattr(policy, "draft_break_even", lambda _: NEVER)
+    pipe = drafting_pipeline(policy=policy)
+    pipe.scheduler.add(new_sequence(0, 5, 20))
+    pipe.drain()
+    assert not pipe.num_drafts
+
+
+def test_no_sequence_has_drafts_while_a_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either policy: the prompt's tokens are certain to be needed."""
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline(in_flight=1, budget=8)
+    pipe.token_at = lambda *_: 50
+    pipe.scheduler.add(new_sequence(0, 3, 30))
+    pipe.submit()
+    pipe.answer()
+    pipe.scheduler.add(new_sequence(1, 40, 2))
+    for _ in range(5):
+        batch = pipe.submit()
+        assert batch is not None
+        assert len(batch.decodes.seq_ids) == 1
+        pipe.answer()
+    pipe.drain()
+    assert pipe.num_accepted
+
+
+def test_blocks_that_drafts_have_filled_are_found_by_the_next_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what wrong drafts have left is not: its rows are checked when they are read."""
+    for share in (1.0, 0.6):
+        first = new_sequence(0, 6, 30)
+        guess(monkeypatch, lambda text: 50 + len(text) % 7, share)
+        pipe = drafting_pipeline(in_flight=1)
+        pipe.token_at = lambda _, position: 50 + position % 7
+        pipe.scheduler.add(first)
+        pipe.drain()
+        known = (*first.prompt_ids, *(50 + position % 7 for position in range(6, 36)))
+        pipe.scheduler.add(Sequence(1, known, SamplingParams(max_tokens=3), len(known) + 3))
+        pipe.drain()
+        assert pipe.num_reused == 32, "of 36 tokens, the last of which was never computed"

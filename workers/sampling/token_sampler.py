@@ -1,0 +1,131 @@
+"""Tokens of a micro-batch: logits are processed, masked and sampled, row by row where drafts change what the next row may be.
+
+Shape letters: S sampled rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.step import NO_TOKEN, MicroBatch
+from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.logits_processors import LogitsProcessor
+from tramontane.workers.sampling.sampler import sample
+from tramontane.workers.sampling.structured_output import StructuredOutputManager
+
+Finished = tuple[int, FinishReason]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows that are sampled: their sequences, the positions of the new tokens, and the draft before each row.
+
+    A row's draft is the token that the row is computed from; it is None for all rows but those of drafts.
+    """
+
+    seq_ids: tuple[int, ...]
+    positions: list[int]
+    drafts: list[int | None]
+    has_drafts: bool
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> "SampledRows":
+        """Return the rows of a micro-batch, in its order."""
+        ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
+        decodes, drafts = batch.decodes, list[int | None]([None] * len(ends))
+        previous = NO_TOKEN  # no sequence has this id
+        for seq_id, token_id in zip(decodes.seq_ids, decodes.token_ids, strict=True):
+            drafts.append(token_id if seq_id == previous else None)
+            previous = seq_id
+        positions = ends + [start + 1 for start in decodes.starts]
+        return cls(batch.sampled_seq_ids, positions, drafts, len(set(decodes.seq_ids)) < len(decodes.seq_ids))
+
+    def accepted(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the sampled tokens, with NO_TOKEN in rows whose draft, or an earlier one, is not the token sampled before it.
+
+        Drafts None, 41, 42 and tokens 41, 50, 60: 41, 50, NO_TOKEN.
+        """
+        if not self.has_drafts:
+            return tuple(token_ids)
+        accepted: list[int] = []
+        for draft, token_id in zip(self.drafts, token_ids, strict=True):
+            accepted.append(token_id if draft is None or accepted[-1] == draft else NO_TOKEN)
+        return tuple(accepted)
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """What has been sampled: ``token_ids`` [S] on the device, and the sequences whose grammars have been advanced already."""
+
+    token_ids: Tensor
+    advanced: set[int] = field(default_factory=set)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class TokenSampler:
+    """Samples the tokens of the last stage's rows, by ``LogitsProcessor`` and ``StructuredOutputManager``.
+
+    ``params_of`` returns a sequence's parameters. Where these make a row depend on the tokens before it, the rows of drafts are
+    sampled one after the other, for as long as drafts are right; all other rows are sampled at once.
+    """
+
+    def __init__(
+        self,
+        logits_processor: LogitsProcessor,
+        structured_output: StructuredOutputManager,
+        params_of: Callable[[int], SamplingParams],
+        has_exact_sums: bool,
+    ) -> None:
+        self._logits_processor, self._structured_output = logits_processor, structured_output
+        self._params_of, self._has_exact_sums = params_of, has_exact_sums
+
+    def sample(self, logits_SV: Tensor, rows: SampledRows) -> SampledTokens:
+        """Sample a token for each row. Waits for the device only where a sequence with drafts depends on its tokens."""
+        if not rows.has_drafts:
+            return SampledTokens(self._sample(logits_SV, rows.seq_ids, rows.positions))
+        drafted = dict.fromkeys(s for s, draft in zip(rows.seq_ids, rows.drafts, strict=True) if draft is not None)
+        dependent = {seq_id for seq_id in drafted if self._params_of(seq_id).needs_tokens}
+        at_once = [row for row, s in enumerate(rows.seq_ids) if s not in dependent or rows.drafts[row] is None]
+        sampled = SampledTokens(torch.full((len(rows.seq_ids),), NO_TOKEN, dtype=torch.int64, device=logits_SV.device))
+        self._sample_rows(logits_SV, rows, at_once, sampled)
+        for seq_id in dependent:
+            self._sample_in_order(logits_SV, rows, seq_id, sampled)
+        return sampled
+
+    def finished(self, sampled: SampledTokens, rows: SampledRows, token_ids: Sequence[int]) -> tuple[Finished, ...]:
+        """Advance grammars by the accepted tokens; return the sequences that end with them."""
+        own = [
+            (seq_id, token_id)
+            for seq_id, token_id in zip(rows.seq_ids, token_ids, strict=True)
+            if token_id != NO_TOKEN and seq_id not in sampled.advanced
+        ]
+        seq_ids, tokens = [seq_id for seq_id, _ in own], [token_id for _, token_id in own]
+        return (*sampled.finished, *self._structured_output.finished(seq_ids, tokens))
+
+    def _sample_in_order(self, logits_SV: Tensor, rows: SampledRows, seq_id: int, sampled: SampledTokens) -> None:
+        """Sample the rows of one sequence up to the first wrong draft, or the end of its grammar."""
+        sampled.advanced.add(seq_id)
+        row = rows.seq_ids.index(seq_id)
+        while True:
+            token_id = int(sampled.token_ids[row])
+            if ended := self._structured_output.finished((seq_id,), (token_id,)):
+                sampled.finished += ended
+                return
+            row += 1
+            if row == len(rows.seq_ids) or rows.seq_ids[row] != seq_id or rows.drafts[row] != token_id:
+                return
+            self._logits_processor.count_draft(seq_id, token_id)
+            self._sample_rows(logits_SV, rows, [row], sampled)
+
+    def _sample_rows(self, logits_SV: Tensor, rows: SampledRows, chosen: list[int], sampled: SampledTokens) -> None:
+        index = tensor_on(chosen, torch.int64, logits_SV.device)
+        seq_ids, positions = [rows.seq_ids[row] for row in chosen], [rows.positions[row] for row in chosen]
+        sampled.token_ids[index] = self._sample(logits_SV[index], seq_ids, positions)
+
+    def _sample(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        changed_SV = self._logits_processor.apply(logits_SV, seq_ids, positions)
+        allowed_SV = self._structured_output.apply_masks(changed_SV, seq_ids)
+        return sample(allowed_SV, [self._params_of(s) for s in seq_ids], positions, self._has_exact_sums)
