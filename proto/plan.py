@@ -84,7 +84,7 @@ def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names.
+    """How tokens are drafted, with vLLM's names: by n-grams of the text so far.
 
     ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most. ``prompt_lookup_min``, ``prompt_lookup_max``: how
     many of the last tokens must be found earlier in the text, and up to how many are compared to choose between several places.
@@ -93,6 +93,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int
     prompt_lookup_max: int
+    method: Literal["ngram"] = "ngram"
 
 
 # ---- experts outside the stages

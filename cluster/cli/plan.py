@@ -84,6 +84,7 @@ def plan(
         quantize=settings.quantize,
         experts_inside=experts is None,
         measured=settings.measured,
+        num_drafts=settings.num_drafts,
         panel_rows=panel_rows,
     )
     pipeline = _make_plan(args, request, settings.stages_per_gpu if has_gpus else None)

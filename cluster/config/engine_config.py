@@ -47,6 +47,11 @@ class EngineConfig(
         return ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name,)
 
     @property
+    def num_drafts(self) -> int:
+        """The most drafts of a sequence in one micro-batch."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+
+    @property
     def max_pipelines(self) -> int:
         """The largest number of pipelines at a time."""
         return self.max_replicas or self.replicas

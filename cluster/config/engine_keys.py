@@ -19,10 +19,11 @@ from tramontane.cluster.config.key import (
     parse_expert_replicas,
     parse_gpu_memory,
     parse_gpu_speed,
+    parse_speculative_config,
 )
 from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
 from tramontane.proto.model_args import Quantization
-from tramontane.proto.plan import Link
+from tramontane.proto.plan import Link, SpeculativeConfig
 from tramontane.proto.step import STEP_TIMEOUT_S
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -178,6 +179,15 @@ class BatchingKeys(KeyGroup):
         True,
         "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
         "Only pages that no request needs are kept.",
+    )
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
+        None,
+        "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's keys: "
+        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}. The tokens are those '
+        "that requests get without it. A sequence drafts where stages would wait, and while its drafts are right.",
+        unset="off",
+        metavar="JSON",
+        defines_pipeline=True,
     )
     max_in_flight: SmallInt | None = key(None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False)
     itl_target_ms: Annotated[float, Field(gt=0)] | None = key(

@@ -138,6 +138,7 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
         reuses_prefixes=config.enable_prefix_caching,
         shares_prefixes=config.share_prefixes,
         model=model,
+        speculative=config.speculative_config,
     )
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
 

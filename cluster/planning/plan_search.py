@@ -97,6 +97,7 @@ def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], ha
         experts_inside=not config.expert_actors,
         measured=config.measured,
         batch_invariant=config.batch_invariant,
+        num_drafts=config.num_drafts,
         panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
 

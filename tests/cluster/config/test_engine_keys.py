@@ -49,6 +49,7 @@ KEYS = {
     "ping_pong": "PSF",
     "max_num_seqs": "PSF",
     "max_num_batched_tokens": "-SF",
+    "speculative_config": "PSF",
     "max_in_flight": "-S-",
     "enable_prefix_caching": "-SF",
     "share_prefixes": "-SF",

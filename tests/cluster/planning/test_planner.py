@@ -32,7 +32,7 @@ from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.plan import PipelinePlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.plan import PipelinePlan, SpeculativeConfig, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.workers.kernels.linear import Linear
@@ -538,6 +538,7 @@ DEFAULTS = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
+    "speculative_config": None,
     "share_prefixes": False,
     "itl_target_ms": None,
     "page_size": 16,
@@ -635,6 +636,17 @@ def test_a_scheduler_caches_prefixes_as_configured() -> None:
     assert (changed.reuses_prefixes, changed.shares_prefixes) == (False, True)
 
 
+def test_a_scheduler_drafts_as_configured_and_rings_have_room_for_it() -> None:
+    config = EngineConfig.build(None, {"speculative_config": '{"num_speculative_tokens": 17}'})
+    here = Hardware(node_cpus=(8,), node_memory=(80 * GIB,))
+    plans = [plan_pipeline(each, PRESETS["mistral-7b-v0.1"], here) for each in (EngineConfig(), config)]
+    assert [plan.cache.classes[0].ring_pages for plan in plans] == [257, 258], "4095 and 4112 positions before a token's own page"
+    assert [make_scheduler(each, plans[1]).limits.speculative for each in (EngineConfig(), config)] == [
+        None,
+        SpeculativeConfig(17, 2, 5),
+    ]
+
+
 def test_defaults_are_the_designs() -> None:
     config = EngineConfig()
     assert {name: getattr(config, SWITCHES.get(name, name)) for name in DEFAULTS} == DEFAULTS
@@ -673,6 +685,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("max-num-seqs", "5", 5),
     ("max-num-batched-tokens", "33", 33),
     ("itl-target-ms", "40", 40.0),
+    ("speculative-config", '{"num_speculative_tokens": 3}', SpeculativeConfig(3, 2, 5)),
     ("page-size", "8", 8),
     ("kv-cache-memory", "512MiB", 512 * 2**20),
     ("threads-per-stage", "2", 2),
