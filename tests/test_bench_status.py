@@ -121,6 +121,21 @@ def _prefixes(
     return {"Bench": measured, "lookup_ms": _returns(lookup), "pipelines_hit": _returns({1: 1.0, 2: pipelines})}
 
 
+def _speculation(
+    bench: Any,  # noqa: ANN401
+    repeating: float = 1.8,
+    random: float = 0.98,
+    many: float = 0.98,
+    different: int = 0,
+) -> Patches:
+    def run(self: Any, _rounds: int, _num_drafts: int) -> None:  # noqa: ANN401
+        for work, figure in ((bench.REPEATING, repeating), (bench.RANDOM, random), (bench.MANY, many)):
+            self.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
+        self.different += ["some"] * different
+
+    return {"Bench": type("Measured", (bench.Bench,), {"run": run})}
+
+
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
     pipelines = {name: [100.0] for name in bench.PIPELINES} | {"2 actors, direct": [actors]}
     return {"run": _returns((pipelines, {"1": [10.0], "2": [two_open], "3": [1.0], "4": [1.0]}))}
@@ -394,6 +409,7 @@ CASES = {
             *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
         ],
     ),
+    "speculation": Case(_speculation, [{"repeating": 1.79}, {"random": 0.97}, {"many": 0.97}, {"different": 1}]),
     "latent": Case(_latent, [{"ratio": 1.31}]),
     "shared_experts": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),

@@ -134,9 +134,9 @@ def test_the_same_answers_with_and_without(
     with pytest.MonkeyPatch.context() as patch:
         _guess_from(patch, expected, share)
         assert _answers(folders[kind], plan, scheduler) == expected
-    results = scheduler._results
-    assert results.num_draft_tokens > 0
+    counts = scheduler.draft_counts
+    assert counts.num_draft_tokens > 0
     if share == 1.0:
-        assert results.num_accepted_tokens > results.num_draft_tokens / 2, "the last ones may follow the end of an answer"
+        assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, "the last ones may follow the end of an answer"
     if share == 0.0:
-        assert results.num_accepted_tokens < results.num_draft_tokens / 10, "a wrong one may be sampled all the same"
+        assert counts.num_accepted_tokens < counts.num_draft_tokens / 10, "a wrong one may be sampled all the same"

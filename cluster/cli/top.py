@@ -143,7 +143,8 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
         f"{pipeline.pages_held} of {pipeline.pages} pages, {_recoveries(pipeline.recoveries)}"
     )
-    cached = Text(f"{pipeline.pages_cached} {'page' if pipeline.pages_cached == 1 else 'pages'} cached, {_hit(pipeline)}")
+    pages = "1 page" if pipeline.pages_cached == 1 else f"{pipeline.pages_cached} pages"
+    cached = Text(f"{pages} cached, {_hit(pipeline)}{_right(pipeline)}")
     waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
     columns = max(width - labels - BAR_WIDTH - 8, 10)
@@ -157,6 +158,11 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
 def _hit(pipeline: PipelineActivity) -> str:
     queries = pipeline.prefix_cache_queries
     return f"{pipeline.prefix_cache_hits / queries:.0%} of prompt tokens hit" if queries else "no prompt yet"
+
+
+def _right(pipeline: PipelineActivity) -> str:
+    drafts = pipeline.draft_tokens
+    return f", {pipeline.accepted_tokens / drafts:.0%} of drafts right" if drafts else ""
 
 
 def _recoveries(count: int) -> str:

@@ -48,6 +48,10 @@ class PipelineMetrics:
         self._inc(table.MICRO_BATCHES, counts.num_micro_batches)
         self._inc(table.PREFIX_QUERIES, router.scheduler.allocator.num_queried)
         self._inc(table.PREFIX_HITS, router.scheduler.allocator.num_hit)
+        drafts = router.scheduler.draft_counts
+        self._inc(table.SPEC_DRAFTS, drafts.num_drafts)
+        self._inc(table.SPEC_DRAFT_TOKENS, drafts.num_draft_tokens)
+        self._inc(table.SPEC_ACCEPTED, drafts.num_accepted_tokens)
         self._inc(table.PREEMPTIONS, router.scheduler.num_preempted)
         self._inc(table.RECOVERIES, progress.num_recoveries)
         self._inc(table.PAUSES, progress.paused_s)

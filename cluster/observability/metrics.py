@@ -74,6 +74,11 @@ PAGES_CACHED = _gauge(
 )
 PREFIX_QUERIES = _counter("prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began.")
 PREFIX_HITS = _counter("prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed.")
+SPEC_DRAFTS = _counter(
+    "spec_decode_num_drafts", "drafts", "pipeline", "Drafts, of one token or several, that sequences had in micro-batches."
+)
+SPEC_DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "tokens", "pipeline", "Tokens of these drafts.")
+SPEC_ACCEPTED = _counter("spec_decode_num_accepted_tokens", "tokens", "pipeline", "Tokens of these drafts that were right.")
 PREEMPTIONS = _counter(
     "num_preemptions",
     "sequences",
@@ -114,6 +119,7 @@ EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "Rows of hidden 
 PIPELINE_METRICS = (
     *(RUNNING, ACTIVE, STAGE_BUSY, STAGE_WAITING, STAGE_TOKENS, SCHEDULED, MICRO_BATCHES, MICRO_BATCH_TOKENS, HOPS_S),
     *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PAGES_CACHED, PREFIX_QUERIES, PREFIX_HITS),
+    *(SPEC_DRAFTS, SPEC_DRAFT_TOKENS, SPEC_ACCEPTED),
     *(PREEMPTIONS, RECOVERIES, PAUSES),
 )
 REQUEST_METRICS = (FIRST_TOKEN, INTER_TOKEN, E2E_LATENCY, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)

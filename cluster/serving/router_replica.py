@@ -179,6 +179,8 @@ class RouterReplica:
             pages_cached=sum(allocator.num_cached),
             prefix_cache_queries=allocator.num_queried,
             prefix_cache_hits=allocator.num_hit,
+            draft_tokens=scheduler.draft_counts.num_draft_tokens,
+            accepted_tokens=scheduler.draft_counts.num_accepted_tokens,
             epoch=scheduler.epoch,
             recoveries=self._router.health.num_recoveries,
             **self._activity.as_data(len(plan.stages), after.get(name)),

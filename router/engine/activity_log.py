@@ -60,7 +60,8 @@ class PipelineActivity(_Model):
     """The activity of one pipeline.
 
     ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``prefix_cache_queries`` and
-    ``prefix_cache_hits`` count tokens since the router began; ``last`` is for the next ``after``.
+    ``prefix_cache_hits`` count tokens since the router began, as do ``draft_tokens`` and ``accepted_tokens``, of which the latter
+    were right; ``last`` is for the next ``after``.
     """
 
     name: str
@@ -74,6 +75,8 @@ class PipelineActivity(_Model):
     pages_cached: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    draft_tokens: int = 0  # a router of an older version has none
+    accepted_tokens: int = 0
     epoch: int
     recoveries: int
     first_token_s: Percentiles | None

@@ -1,6 +1,7 @@
 """Application of results to sequences: accepted tokens, ends, and what is ready for its next token."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from tramontane.proto.request import FinishReason
@@ -14,11 +15,19 @@ RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED,
 Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts so far, by vLLM's names: how often sequences had any, their tokens, and those that were right."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class ResultApplier:
     """Applies the parts of a result.
 
-    ``deschedule`` takes a sequence out of the queues, and ``release`` frees it once it is drained. The counts are those of
-    vLLM's ``spec_decode_*`` metrics: micro-batches in which a sequence had drafts, drafts, and accepted ones.
+    ``deschedule`` takes a sequence out of the queues, and ``release`` frees it once it is drained.
     """
 
     def __init__(
@@ -30,7 +39,7 @@ class ResultApplier:
     ) -> None:
         self._decodes, self._poison_detector = decodes, poison_detector
         self._deschedule, self._release = deschedule, release
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.draft_counts = DraftCounts()
 
     def apply_decodes(
         self, decoding: list[Sequence], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
@@ -62,9 +71,9 @@ class ResultApplier:
         for sequence, count in zip(decoding, counts, strict=True):
             tokens = tuple(takewhile(lambda token_id: token_id != NO_TOKEN, list(islice(token_ids, count))))
             assert tokens, "the last known token is no draft"
-            self.num_drafts += count > 1
-            self.num_draft_tokens += count - 1
-            self.num_accepted_tokens += len(tokens) - 1
+            self.draft_counts.num_drafts += count > 1
+            self.draft_counts.num_draft_tokens += count - 1
+            self.draft_counts.num_accepted_tokens += len(tokens) - 1
             accepted += self.apply(sequence, tokens, finished.get(sequence.seq_id))
         return accepted
 

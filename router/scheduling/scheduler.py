@@ -11,7 +11,7 @@ from tramontane.router.scheduling.admission import SchedulerLimits, is_full, ove
 from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
-from tramontane.router.scheduling.result_applier import Accepted, ResultApplier
+from tramontane.router.scheduling.result_applier import Accepted, DraftCounts, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
@@ -157,6 +157,11 @@ class Scheduler:
     def num_steps(self) -> int:
         """Micro-batches made so far in this epoch."""
         return self._next_step
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Drafts so far."""
+        return self._results.draft_counts
 
     @property
     def is_idle(self) -> bool:

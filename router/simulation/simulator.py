@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import NO_TOKEN, MicroBatch, StageTiming, StepResult
 from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
-TOKEN = 7  # the only token of every prompt and output
+TOKEN = 7  # the only token of every prompt, and of outputs that repeat themselves
+FIRST_NEW_TOKEN = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class PipelineModel:
     hop_s: float  # between neighbors, and from and to the router
     noise: float = 0.0  # standard deviation of a step's time, as a share of it
     shares_one_core: bool = False  # whether only one stage works at a time
+    repetition: float = 1.0  # probability that a token of an output repeats the one before, and can be drafted; others are new
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +172,25 @@ class _Run:
         """Complete the micro-batches that have returned by now."""
         while self._in_flight and self._in_flight[0][0] <= self._now:
             _, batch, timings = self._in_flight.popleft()
-            tokens = (TOKEN,) * len(batch.sampled_seq_ids)
+            tokens = self._sample(batch)
             for event in self._scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, timings)):
                 self.token_times[event.seq_id].append(self._now)
             self.timings.append(timings)
+
+    def _sample(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Return the answer for every row that is sampled; after a wrong draft there is none."""
+        tokens = [self._token(chunk.seq_id, chunk.start + chunk.num_tokens) for chunk in batch.chunks if chunk.needs_sample]
+        previous = None
+        for seq_id, start, token_id in zip(*batch.decodes[:3], strict=True):
+            is_accepted = seq_id != previous or token_id == tokens[-1]
+            tokens.append(self._token(seq_id, start + 1) if is_accepted else NO_TOKEN)
+            previous = seq_id
+        return tuple(tokens)
+
+    def _token(self, seq_id: int, position: int) -> int:
+        """Return the token of a sequence at a position, which does not depend on the micro-batch."""
+        repeats = self._model.repetition == 1 or random.Random(seq_id << 32 | position).random() < self._model.repetition
+        return TOKEN if repeats else FIRST_NEW_TOKEN + position
 
     def _pass(self, work: BatchWork) -> tuple[StageTiming, ...]:
         """Return some work's timings. Submitted at 0, hops of 1 s, two stages of 3 s: one works from 1 to 4, one from 5 to 8."""

@@ -37,6 +37,8 @@ def pipeline_activity(name: str = "app-1", log: ActivityLog | None = None, after
         "pages_cached": 9,
         "prefix_cache_queries": 50,
         "prefix_cache_hits": 32,
+        "draft_tokens": 40,
+        "accepted_tokens": 30,
         "epoch": 5,
         "recoveries": 1,
     }

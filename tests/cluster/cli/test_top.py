@@ -158,10 +158,15 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
         "app-1",
         "42 new tokens/s, 2 running, 1 waiting, 3 of 40 pages, 1 recovery",
         "first token p50 50 ms p95 1.25 s, between tokens -",
-        "9 pages cached, 64% of prompt tokens hit",
+        "9 pages cached, 64% of prompt tokens hit, 75% of drafts right",
         "Stage 1/2 layers 0-3  83% ████████··                           ▓▓░ ▓▓░ ▅█▅     ",
         "Stage 2/2 layers 4-7  20% ██········                             ▒▒░ ▒▒░ ▂▅▃   ",
     ]
+
+
+def test_a_pipeline_that_has_drafted_nothing_says_nothing_of_drafts() -> None:
+    [frame] = render([_look(pipeline_data() | {"draft_tokens": 0, "pages_cached": 1})], "http://ingress", 80, lambda: None)
+    assert "1 page cached, 64% of prompt tokens hit" in _lines(frame)
 
 
 def test_no_line_is_wrapped() -> None:

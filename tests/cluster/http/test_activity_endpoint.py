@@ -45,6 +45,7 @@ def test_a_response_has_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
         "stages": [{"label": "Stage 1/2 layers 0-3", "stage": 0}, {"label": "Stage 2/2 layers 4-7", "stage": 1}],
         **{"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "pages_cached": 9},
         **{"prefix_cache_queries": 50, "prefix_cache_hits": 32, "epoch": 5, "recoveries": 1},
+        **{"draft_tokens": 40, "accepted_tokens": 30},
         "busy": [0.375, 0.1875],
         "tokens_per_s": 1.25,
         **{"first_token_s": None, "inter_token_s": None},

@@ -207,6 +207,25 @@ def test_the_counts_of_a_router_are_reported_also_of_the_one_that_follows_it(cha
     assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in PIPELINE_METRICS}
 
 
+def test_drafts_are_counted_by_vllms_names(chain: LocalStageChain) -> None:
+    """As often as sequences had any, and what there was and was right."""
+    stand_ins = StandIns()
+    metrics = PipelineMetrics(stand_ins, "app-0")
+
+    async def drive() -> None:
+        async with _running(chain) as router:
+            metrics.export(router)
+            assert not stand_ins.counted("spec_decode_num_drafts")
+            router.scheduler.draft_counts.num_drafts = 3
+            router.scheduler.draft_counts.num_draft_tokens = 12
+            router.scheduler.draft_counts.num_accepted_tokens = 7
+            metrics.export(router)
+
+    asyncio.run(drive())
+    counted = {name: stand_ins.counted(f"spec_decode_num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    assert counted == {"drafts": {"": 3}, "draft_tokens": {"": 12}, "accepted_tokens": {"": 7}}
+
+
 def test_what_is_cached_and_found_is_reported(chain: LocalStageChain) -> None:
     """Also of the router that follows; a prompt of 20 tokens has a page of 16 and four tokens, of which one is sampled from."""
     stand_ins, page_size = StandIns(), PLAN.cache.page_size

@@ -92,8 +92,8 @@ def test_tokens_are_those_without_drafts(
             assert len(events) == len(tokens)
             assert events[-1].finish is (FinishReason.STOP if EOS in tokens else FinishReason.LENGTH)
     assert pipe.num_accepted <= pipe.num_drafts
-    results = pipe.scheduler._results
-    assert results.num_draft_tokens >= pipe.num_drafts, "what was in flight at a fence is not counted there"
+    counts = pipe.scheduler.draft_counts
+    assert counts.num_draft_tokens >= pipe.num_drafts, "what was in flight at a fence is not counted there"
 
 
 def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     pipe.drain()
     assert len(pipe.tokens_of(3)) == 31
     assert pipe.scheduler.num_steps == 1 + 6, "one token with the prompt, then five in each of six"
-    results = pipe.scheduler._results
-    assert (results.num_drafts, results.num_draft_tokens, results.num_accepted_tokens) == (6, 24, 24)
+    counts = pipe.scheduler.draft_counts
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (6, 24, 24)
 
 
 def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
