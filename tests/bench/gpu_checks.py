@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,6 +24,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
 from tramontane.workers.stage.cuda_graphs import padded_rows
 from tramontane.workers.weights import loader, random_checkpoint
 from tramontane.workers.weights.random_checkpoint import random_pieces
@@ -108,16 +108,15 @@ def _logits(args: ModelArgs, device: str, dtype: str, drawn_on: str) -> tuple[Te
 @contextmanager
 def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
     """Record the logits of every step that samples, on the CPU."""
-    worker, recorded = runner.worker, []
-    sample = worker._sample
+    sampler, recorded = runner.worker.token_sampler, list[Tensor]()
+    sample = sampler.sample
 
-    def record(logits_SV: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
+    def record(logits_SV: Tensor, rows: SampledRows) -> SampledTokens:
         recorded.append(logits_SV.float().cpu())
-        return sample(logits_SV, *rest)
+        return sample(logits_SV, rows)
 
-    worker._sample = record  # type: ignore[method-assign]
-    yield recorded
-    del worker._sample  # restores the class's method
+    with patch.object(sampler, "sample", record):
+        yield recorded
 
 
 def mask_checks(device: str, small: bool) -> Iterator[Check]:

@@ -197,10 +197,10 @@ def test_what_is_received_twice_is_reported_once() -> None:
     for start, end in ((1, 5), (1, 3), (3, 7)):
         history.add(logprobs(0, start, end))
     history.add(logprobs(1, 6, 7))
-    assert history.take([TokenEvent(0, 7)]) == (logprobs(0, 1, 5), logprobs(0, 5, 7))
-    assert history.take([TokenEvent(0, 7)]) == ()
+    assert history.take([TokenEvent(0, 7)], lambda _: 99) == (logprobs(0, 1, 5), logprobs(0, 5, 7))
+    assert history.take([TokenEvent(0, 7)], lambda _: 99) == ()
     history.add(logprobs(0, 2, 4))
     history.add(logprobs(0, 7, 8))
-    assert history.take([TokenEvent(0, 7), TokenEvent(1, 7)]) == (logprobs(0, 7, 8), logprobs(1, 6, 7))
+    assert history.take([TokenEvent(0, 7), TokenEvent(1, 7)], lambda _: 99) == (logprobs(0, 7, 8), logprobs(1, 6, 7))
     with pytest.raises(AssertionError, match="missing"):
         history.add(logprobs(0, 9, 10))
