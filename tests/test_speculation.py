@@ -81,6 +81,7 @@ async def _ask(chain: LocalStageChain, scheduler: Scheduler) -> list[Answer]:
         return list(await asyncio.gather(*map(one, range(len(WISHES)))))
     finally:
         scheduler.check_integrity()
+        assert router.health.num_recoveries == 0, "a stage that fails would be recovered, and the answers be the same"
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running

@@ -73,9 +73,10 @@ class EngineConfig(
     def sized_for(self, num_seqs: int, length: int | None = None) -> Self:
         """Return the configuration with no more cache than ``num_seqs`` sequences of ``length`` positions fill.
 
-        Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before.
+        Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before. Drafts have rows, too.
         """
-        sizes = {"max_num_seqs": min(self.max_num_seqs, num_seqs), "max_model_len": self.max_model_len or length}
+        num_rows = num_seqs * (1 + self.num_drafts)
+        sizes = {"max_num_seqs": min(self.max_num_seqs, num_rows), "max_model_len": self.max_model_len or length}
         return self.model_copy(update=sizes)
 
     @property

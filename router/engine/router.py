@@ -13,7 +13,7 @@ One step, from a waiting sequence to a token at the client:
  9. workers/stage/step_executor.py        The executor receives hidden states, runs the step, and sends its output on.
 10. workers/stage/stage_worker.py         The stage updates its page table and builds the attention metadata.
 11. workers/model/transformer.py          The stage runs its layers.
-12. workers/sampling/sampler.py           The last stage samples a token for each row that needs one.
+12. workers/sampling/token_sampler.py     The last stage samples a token for each row that needs one.
 13. router/engine/active_request.py       ``Router._deliver`` has the scheduler make events of the tokens, and ``deliver``
                                           sends them to the request's sink, where the client's stream reads them.
 """

@@ -16,6 +16,7 @@ from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
 from tramontane.router.speculation.speculation_state import SpeculationState
 
+TOKENS_INDEXED = 1024  # for drafts, with each micro-batch: about a millisecond; long prompts take several
 NewPages = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
@@ -120,6 +121,7 @@ class DecodeQueue:
     ) -> None:
         self._allocator, self._work_estimator, self._speculative = allocator, work_estimator, speculative
         self.ready: deque[Sequence] = deque()
+        self._num_to_index = 0  # tokens, with the micro-batch that is being made
         self.num_sequences = self.num_keys = 0  # also of those that are in flight and not ready; keys that they see
 
     def add(self, sequence: Sequence) -> None:
@@ -155,6 +157,7 @@ class DecodeQueue:
         grown = []
         drafts: list[tuple[int, ...]] = []
         ready, num_rows = self.ready, 0
+        self._num_to_index = TOKENS_INDEXED
         num_left = 0 if limits is None else limits.max_rows - min(max_decodes, len(ready))
         while ready and len(going) < max_decodes:
             sequence = ready[0]
@@ -201,7 +204,8 @@ class DecodeQueue:
             sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids)
         num_known = sequence.num_known
         max_tokens = min(num_left, sequence.max_len - num_known - 1)
-        drafts = sequence.speculation.draft(sequence.output_ids, limits.break_even, max_tokens)
+        self._num_to_index -= sequence.speculation.index(sequence.output_ids, self._num_to_index)
+        drafts = sequence.speculation.draft(limits.break_even, max_tokens)
         if drafts and not self._allocator.reserve(sequence, num_known + len(drafts), limits.num_spare):
             return ()
         return drafts

@@ -259,7 +259,7 @@ class Scheduler:
         self._decodes.discard(sequence)
         if status is FINISHED:
             self._poison_detector.discard(sequence)
-        sequence.status = status
+        sequence.status, sequence.speculation = status, None
 
     def _release_if_drained(self, sequence: Sequence) -> None:
         if sequence.num_in_flight:

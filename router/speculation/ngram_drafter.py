@@ -6,32 +6,36 @@ This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-looku
 from collections.abc import Sequence
 from itertools import islice
 
-MAX_INDEXED = 16_384  # n-grams of a sequence, about 250 bytes each; the older half is dropped where there are more
+MAX_INDEXED = 16_384  # n-grams of a sequence, about 250 bytes each; those not seen for longest are dropped where there are more
 MAX_PLACES = 4  # of an n-gram that are remembered, the last ones
-TOKENS_PER_CALL = 1024  # that are indexed in one call, about a millisecond: long prompts are indexed over several steps
 
 
 class NgramDrafter:
     """Finds the last ``min_ngram`` tokens earlier in the text, and drafts what followed there.
 
     Of several places that one counts which has most in common with the last ``max_ngram`` tokens, and of equal ones the last.
-    ``tokens`` is only read; it grows outside.
+    ``tokens`` is only read; it grows outside. What is older than ``MAX_INDEXED`` tokens when it begins is not looked at.
     """
 
     def __init__(self, tokens: Sequence[int], min_ngram: int, max_ngram: int) -> None:
         assert 1 <= min_ngram <= max_ngram
         self._tokens, self._min, self._max = tokens, min_ngram, max_ngram
         self._places: dict[tuple[int, ...], tuple[int, ...]] = {}  # index of the token that follows, by n-gram
-        self._num_indexed = min_ngram  # tokens that are known as followers
+        self._num_indexed = max(min_ngram, len(tokens) - MAX_INDEXED)  # tokens that are known as followers
+
+    def index(self, max_tokens: int) -> int:
+        """Index up to so many tokens, about a microsecond each; return how many. Without all of them there are no drafts."""
+        num_new = max(min(len(self._tokens) - self._num_indexed, max_tokens), 0)
+        self._index(self._num_indexed + num_new)
+        return num_new
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to ``num_tokens`` tokens that may come next.
+        """Return up to ``num_tokens`` tokens that may come next, if all of the text has been indexed.
 
         Text 5 6 7 8 5 6 with n-grams of two: 5 6 stood at the beginning, where 7 8 5 6 followed. What follows beyond the end
         is the draft itself: of 1 1 1 the next ones are 1 1 1 again.
         """
         tokens, end = self._tokens, len(self._tokens)
-        self._index(min(end, self._num_indexed + TOKENS_PER_CALL))
         if self._num_indexed < end or num_tokens <= 0:
             return ()
         places = self._places.get(tuple(tokens[end - self._min : end]))
@@ -46,9 +50,9 @@ class NgramDrafter:
         tokens, places, size = self._tokens, self._places, self._min
         for follower in range(self._num_indexed, end):
             ngram = tuple(tokens[follower - size : follower])
-            before = places.get(ngram)
+            before = places.pop(ngram, None)  # so that it is the youngest now
             places[ngram] = (follower,) if before is None else (*before[1 - MAX_PLACES :], follower)
-        self._num_indexed = max(end, self._num_indexed)
+        self._num_indexed = end
         if len(places) > MAX_INDEXED:
             for ngram in list(islice(places, len(places) - MAX_INDEXED // 2)):
                 del places[ngram]

@@ -46,13 +46,20 @@ class SpeculationState:
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
         self._drafter = NgramDrafter(self._tokens, config.prompt_lookup_min, config.prompt_lookup_max)
         self._draft: tuple[int, ...] = ()  # of the tokens after ``_tokens``
+        self._is_drafted = False
         self.acceptance = AcceptanceEstimate()
 
-    def draft(self, output_ids: Sequence[int], break_even: float, max_tokens: int) -> tuple[int, ...]:
-        """Return drafts of the tokens after this output, each right with at least this probability as far as is known."""
+    def index(self, output_ids: Sequence[int], max_tokens: int) -> int:
+        """Take the tokens that have come, and index up to so many of the text; return how many were."""
         if new := output_ids[len(self._tokens) - self._num_prompt :]:
             self._observe(new)
-            self._draft = self._drafter.draft(self._config.num_speculative_tokens)
+            self._draft, self._is_drafted = (), False
+        return self._drafter.index(max_tokens)
+
+    def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
+        """Return drafts of the tokens after the text, each right with at least this probability as far as is known."""
+        if not self._is_drafted:
+            self._draft, self._is_drafted = self._drafter.draft(self._config.num_speculative_tokens), True
         return self._draft[: max(min(self.acceptance.num_worthwhile(break_even), max_tokens), 0)]
 
     def _observe(self, token_ids: Sequence[int]) -> None:

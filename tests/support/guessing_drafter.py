@@ -19,6 +19,9 @@ class GuessingDrafter:
     ) -> None:
         self._tokens, self._next_token, self._share, self._rng = tokens, next_token, share, rng
 
+    def index(self, _max_tokens: int) -> int:
+        return 0
+
     def draft(self, num_tokens: int) -> tuple[int, ...]:
         text = list(self._tokens)
         for _ in range(num_tokens):

@@ -34,14 +34,17 @@ class SampledRows:
     @classmethod
     def of(cls, batch: MicroBatch) -> "SampledRows":
         """Return the rows of a micro-batch, in its order."""
+        decodes = batch.decodes
         ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
-        decodes, drafts = batch.decodes, list[int | None]([None] * len(ends))
+        positions = ends + [start + 1 for start in decodes.starts]
+        if len(set(decodes.seq_ids)) == len(decodes.seq_ids):
+            return cls(batch.sampled_seq_ids, positions, [None] * len(positions), has_drafts=False)
+        drafts: list[int | None] = [None] * len(ends)
         previous = NO_TOKEN  # no sequence has this id
         for seq_id, token_id in zip(decodes.seq_ids, decodes.token_ids, strict=True):
             drafts.append(token_id if seq_id == previous else None)
             previous = seq_id
-        positions = ends + [start + 1 for start in decodes.starts]
-        return cls(batch.sampled_seq_ids, positions, drafts, len(set(decodes.seq_ids)) < len(decodes.seq_ids))
+        return cls(batch.sampled_seq_ids, positions, drafts, has_drafts=True)
 
     def accepted(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the sampled tokens, with NO_TOKEN in rows whose draft, or an earlier one, is not the token sampled before it.
@@ -115,7 +118,7 @@ class TokenSampler:
                 sampled.finished += ended
                 return
             row += 1
-            if row == len(rows.seq_ids) or rows.seq_ids[row] != seq_id or rows.drafts[row] != token_id:
+            if row == len(rows.seq_ids) or rows.drafts[row] != token_id:  # another sequence begins with a row without one
                 return
             self._logits_processor.count_draft(seq_id, token_id)
             self._sample_rows(logits_SV, rows, [row], sampled)

@@ -271,8 +271,8 @@ class StageWorker:
     def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> PendingOutcome:
         """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
         batch, incoming, timer, recorder = step
-        rows = SampledRows.of(batch)
-        sampled = self.token_sampler.sample(done, rows) if self.plan.is_last and rows.seq_ids else None
+        rows = SampledRows.of(batch) if self.plan.is_last and batch.sampled_seq_ids else None
+        sampled = self.token_sampler.sample(done, rows) if rows else None
         on_host = copy_to_host_async(sampled.token_ids) if sampled else None
         timer.stop()
 
@@ -281,7 +281,7 @@ class StageWorker:
             choices = (*(incoming.choices if incoming else ()), *recorder.collect())
             if not self.plan.is_last:
                 return Activation(done, timings, choices)
-            if sampled is None or on_host is None:
+            if rows is None or sampled is None or on_host is None:
                 return StepResult(batch.epoch, batch.step_id, (), timings, choices, prompt_logprobs)
             token_ids = rows.accepted(on_host.tensor.tolist())
             logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, rows.seq_ids, rows.positions))

@@ -44,32 +44,48 @@ def test_a_draft_is_what_followed_the_last_tokens(text: list[int], low: int, mor
     drafter = NgramDrafter(tokens, low, low + more)
     for start in range(0, len(text), step):
         tokens += text[start : start + step]
+        drafter.index(99)
         assert drafter.draft(num_tokens) == _searched(tokens, low, low + more, num_tokens)
 
 
+def _drafted(text: list[int], num_tokens: int) -> tuple[int, ...]:
+    drafter = NgramDrafter(text, 2, 5)
+    drafter.index(99)
+    return drafter.draft(num_tokens)
+
+
 def test_the_examples_of_the_documentation() -> None:
-    assert NgramDrafter([5, 6, 7, 8, 5, 6], 2, 5).draft(4) == (7, 8, 5, 6)
-    assert NgramDrafter([1, 1, 1], 2, 5).draft(3) == (1, 1, 1)
-    assert NgramDrafter([1, 2, 3], 2, 5).draft(3) == ()
-    assert NgramDrafter([1], 2, 5).draft(3) == ()
-    assert NgramDrafter([1, 1, 1], 2, 5).draft(0) == ()
+    assert _drafted([5, 6, 7, 8, 5, 6], 4) == (7, 8, 5, 6)
+    assert _drafted([1, 1, 1], 3) == (1, 1, 1)
+    assert _drafted([1, 2, 3], 3) == ()
+    assert _drafted([1], 3) == ()
+    assert _drafted([1, 1, 1], 0) == ()
 
 
-def test_a_long_prompt_is_indexed_over_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_drafter, "TOKENS_PER_CALL", 10)
+def test_a_long_prompt_is_indexed_in_pieces() -> None:
     text = [*range(100, 130), 100, 101]
-    drafter = NgramDrafter(text, 2, 5)
-    assert [drafter.draft(2) for _ in range(4)] == [(), (), (102, 103), (102, 103)], "of 32 tokens two have nothing before them"
+    drafter, drafts = NgramDrafter(text, 2, 5), []
+    assert [(drafter.index(10), drafts.append(drafter.draft(2)))[0] for _ in range(4)] == [10, 10, 10, 0]
+    assert drafts == [(), (), (102, 103), (102, 103)], "of 32 tokens two have nothing before them"
 
 
-def test_memory_is_bounded_and_the_newer_half_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 100)
-    text = random.Random(1).sample(range(10_000), k=900)
-    drafter = NgramDrafter(text, 2, 5)
-    drafter.draft(1)
-    assert len(drafter._places) == 50
-    old, new = text[-60:-58], text[-20:-18]
-    text += old
+def test_of_a_longer_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 10)
+    drafter = NgramDrafter([1, 2, 3, *range(100, 130), 1, 2], 2, 5)
+    assert drafter.index(99) == 10
     assert drafter.draft(1) == ()
-    text += new
-    assert drafter.draft(1) == (text[902 - 2 - 18],)
+
+
+def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafter, "MAX_INDEXED", 100)
+    text = random.Random(1).sample(range(10_000), k=90)
+    drafter = NgramDrafter(text, 2, 5)
+    drafter.index(999)
+    repeated, forgotten, new = text[:2], text[10:12], text[80:82]
+    text += [*repeated, *random.Random(2).sample(range(20_000, 30_000), k=12)]
+    drafter.index(999)
+    assert len(drafter._places) == 50
+    for last, follower in ((forgotten, ()), (new, (text[82],)), (repeated, (text[92],))):
+        text += last
+        drafter.index(999)
+        assert drafter.draft(1) == follower

@@ -34,7 +34,8 @@ def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
 
     def draft(*tokens: int) -> tuple[int, ...]:
         output.extend(tokens)
-        return state.draft(output, 0.4, 9)
+        state.index(output, 99)
+        return state.draft(0.4, 9)
 
     assert draft(1) == (2,), "of four drafts one is likely enough: half, then a quarter"
     assert draft(9) == ()
@@ -48,7 +49,10 @@ def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
 
 def test_a_draft_is_the_same_until_a_token_comes() -> None:
     state = SpeculationState(CONFIG, (1, 2, 3, 1))
-    assert state.draft([2], 0.3, 9) == state.draft([2], 0.3, 9) == (3,)
-    assert state.draft([2], 0.3, 0) == ()
-    assert state.draft([2], 0.3, -1) == (), "at the end of the context there is no room"
+    assert state.draft(0.3, 9) == (), "nothing has been indexed"
+    state.index([2], 99)
+    assert state.draft(0.3, 9) == state.draft(0.3, 9) == (3,)
+    assert state.index([2], 99) == 0
+    assert state.draft(0.3, 0) == ()
+    assert state.draft(0.3, -1) == (), "at the end of the context there is no room"
     assert state.acceptance.probability == 0.5, "nothing was compared"
