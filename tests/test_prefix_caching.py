@@ -13,7 +13,7 @@ from exact_values import Values, exact_values
 from harness import merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
@@ -25,13 +25,6 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
-KINDS = {
-    "window": tiny_args(n_layers=4, window=24, max_seq_len=256),
-    "interleaved": tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=256),
-    "dense": tiny_args(n_layers=4, window=None, moe=False, max_seq_len=256),
-    "latent": latent_args(n_layers=4, max_seq_len=256),
-    "sparse": sparse_args(max_seq_len=256),
-}
 WISHES = (
     SamplingParams(max_tokens=9, temperature=0.0),
     SamplingParams(max_tokens=14, temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.4),
@@ -44,7 +37,8 @@ Turn = list[tuple[int, ...]]  # prompts that are sent together
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args)) for kind, args in KINDS.items()
+        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args))
+        for kind, args in ATTENTION_KINDS.items()
     }
 
 
@@ -107,7 +101,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
     max_num_seqs=st.integers(1, 4),
     is_scarce=st.booleans(),
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_the_same_answers_with_and_without(
     folders: dict[str, Path],
     kind: str,
@@ -119,7 +113,7 @@ def test_the_same_answers_with_and_without(
     is_scarce: bool,
 ) -> None:
     """Of several turns, windows, page sizes, chunks; scarce pages are taken from cached ones, and sequences are preempted."""
-    plan = tiny_plan(KINDS[kind], stages, page_size, max_num_seqs)
+    plan = tiny_plan(ATTENTION_KINDS[kind], stages, page_size, max_num_seqs)
     if is_scarce:
         longest = -(-plan.max_model_len // page_size)
         classes = tuple(replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes)
@@ -130,10 +124,10 @@ def test_the_same_answers_with_and_without(
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_a_conversation_finds_nearly_all_of_it(folders: dict[str, Path], kind: str, page_size: int) -> None:
     """With a window, too, which the conversation is far longer than: all but the last page of each turn before."""
-    plan, text = tiny_plan(KINDS[kind], 2, page_size), random_ids(240, seed=1)
+    plan, text = tiny_plan(ATTENTION_KINDS[kind], 2, page_size), random_ids(240, seed=1)
     turns = [[tuple(text[:length])] for length in (60, 120, 180, 240)]
     expected, _ = _answers(folders[kind], plan, 64, turns, reuses=False)
     got, num_hit = _answers(folders[kind], plan, 64, turns, reuses=True)
@@ -142,7 +136,7 @@ def test_a_conversation_finds_nearly_all_of_it(folders: dict[str, Path], kind: s
 
 
 def test_fences_forget_everything(folders: dict[str, Path]) -> None:
-    plan = tiny_plan(KINDS["window"], 1, 4)
+    plan = tiny_plan(ATTENTION_KINDS["window"], 1, 4)
     scheduler = _scheduler(plan, 64, reuses_prefixes=True)
     prompt = tuple(random_ids(50, seed=2))
     answers = []
@@ -158,7 +152,7 @@ def test_fences_forget_everything(folders: dict[str, Path]) -> None:
 
 
 def test_threads_do_not_matter(folders: dict[str, Path]) -> None:
-    before, plan, text = torch.get_num_threads(), tiny_plan(KINDS["interleaved"], 1, 4), random_ids(150, seed=3)
+    before, plan, text = torch.get_num_threads(), tiny_plan(ATTENTION_KINDS["interleaved"], 1, 4), random_ids(150, seed=3)
     torch.set_num_threads(2)
     try:
         turns = [[tuple(text[:100])], [tuple(text), tuple(text[:130])]]

@@ -13,7 +13,7 @@ from guessing_drafter import WRONG, guess
 from harness import merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
@@ -26,13 +26,6 @@ from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")
-KINDS = {
-    "window": tiny_args(n_layers=4, window=24, max_seq_len=256),
-    "interleaved": tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=256),
-    "dense": tiny_args(n_layers=4, window=None, moe=False, max_seq_len=256),
-    "latent": latent_args(n_layers=4, max_seq_len=256),
-    "sparse": sparse_args(max_seq_len=256),
-}
 PIECES = tuple(chr(32 + i).encode() for i in range(95))  # of the tiny model, whose vocabulary is larger by one
 RHYMES = {"type": "object", "properties": {"rhymes": {"type": "array", "items": {"enum": ["moon", "june"]}}}}
 GRAMMAR = build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}))
@@ -54,7 +47,8 @@ PROMPTS = [tuple(random_ids(length, seed)) for seed, length in enumerate((5, 17,
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args)) for kind, args in KINDS.items()
+        kind: write_checkpoint(tmp_path_factory.mktemp("models") / "m", args, random_model(args))
+        for kind, args in ATTENTION_KINDS.items()
     }
 
 
@@ -119,12 +113,12 @@ def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: flo
     budget=st.integers(5, 300),
     is_scarce=st.booleans(),
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_the_same_answers_with_and_without(
     folders: dict[str, Path], kind: str, share: float, num_drafts: int, stages: int, page_size: int, budget: int, is_scarce: bool
 ) -> None:
     """Greedy, seeded, penalized, with grammars and log-probabilities, packed together; with scarce pages some are preempted."""
-    args, config = KINDS[kind], SpeculativeConfig(num_drafts, 1, 2)
+    args, config = ATTENTION_KINDS[kind], SpeculativeConfig(num_drafts, 1, 2)
     plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=num_drafts)
     if is_scarce:
         longest = -(-plan.max_model_len // page_size)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from tramontane.proto.request import SequenceRequest
+from tramontane.proto.request import NUM_PRIORITIES, SequenceRequest
 from tramontane.router.scheduling.cached_key_log import KEY_BYTES, KeyChanges, split_keys
 from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.prefix_cache import BlockHasher
@@ -154,6 +154,9 @@ class _Pipeline:
     others_s: list[float] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
     sent: dict[int, _SentRequest] = field(default_factory=dict)
+    # Of what has been sent and has not ended, by priority: an ingress may have thousands of streams when it chooses.
+    open_prefill_tokens: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
+    open_decodes: list[int] = field(default_factory=lambda: [0] * NUM_PRIORITIES)
     sent_keys: dict[bytes, float] = field(default_factory=dict)  # and when
 
     def update(self, digest: PrefixDigest, asked_at: float) -> None:
@@ -177,8 +180,9 @@ class _Pipeline:
         self.index.discard(self.bit, self.keys)
         self.index.discard(self.bit, self.sent_keys)
 
-    def busy_s(self, priority: int, now: float, token_s: TokenSeconds) -> float:
-        return self.others_s[priority] + self._sent_s(priority, now, token_s)
+    def busy_s(self, priority: int, token_s: TokenSeconds) -> float:
+        tokens, decodes = sum(self.open_prefill_tokens[: priority + 1]), sum(self.open_decodes[: priority + 1])
+        return self.others_s[priority] + tokens * token_s.prefill + decodes * token_s.decode
 
     def _sent_s(self, priority: int, at: float, token_s: TokenSeconds) -> float:
         """Return the seconds of what this ingress had sent and had not ended at a time, as if none of it was done yet."""
@@ -187,8 +191,18 @@ class _Pipeline:
 
     def record(self, number: int, request: _SentRequest, keys: Sequence[bytes]) -> None:
         self.sent[number] = request
+        self.open_prefill_tokens[request.priority] += request.prefill_tokens
+        self.open_decodes[request.priority] += request.decodes
         self.sent_keys.update(dict.fromkeys(keys, request.sent_at))
         self.index.add(self.bit, keys)
+
+    def record_end(self, number: int, now: float) -> None:
+        """Count the end of a request, if it was sent since this pipeline is known."""
+        if (request := self.sent.get(number)) is None or request.ended_at < math.inf:
+            return
+        request.ended_at = now
+        self.open_prefill_tokens[request.priority] -= request.prefill_tokens
+        self.open_decodes[request.priority] -= request.decodes
 
 
 class PrefixAwareRouting:
@@ -245,7 +259,7 @@ class PrefixAwareRouting:
             name: _SentRequest(priority, num_prompt - num_blocks.get(each.bit, 0) * each.digest.page_size, num_decodes, now)
             for name, each in found.items()
         }
-        done_s = {name: each.busy_s(priority, now, token_s) + works[name].seconds(token_s) for name, each in found.items()}
+        done_s = {name: each.busy_s(priority, token_s) + works[name].seconds(token_s) for name, each in found.items()}
         fewest = min(each.prefill_tokens for each in works.values())
         again_s = {name: (each.prefill_tokens - fewest) * token_s.prefill for name, each in works.items()}
         chosen = min(found, key=lambda name: (done_s[name] + again_s[name], random.random()))
@@ -254,8 +268,8 @@ class PrefixAwareRouting:
 
     def release(self, choice: Choice) -> None:
         """Record that a request has ended where it had been sent, or was refused there."""
-        if (pipeline := self._pipelines.get(choice.replica)) is not None and choice.number in pipeline.sent:
-            pipeline.sent[choice.number].ended_at = self._clock()
+        if (pipeline := self._pipelines.get(choice.replica)) is not None:
+            pipeline.record_end(choice.number, self._clock())
 
     def _keys(self, spec: SequenceRequest, page_size: int) -> list[bytes]:
         """Return the keys of the first blocks before the last token, which is computed in any case."""

@@ -94,6 +94,15 @@ def sparse_args(*, max_seq_len: int = 1024) -> ModelArgs:
     )
 
 
+ATTENTION_KINDS = {
+    "window": tiny_args(n_layers=4, window=24, max_seq_len=256),
+    "interleaved": tiny_args(n_layers=4, windows=(None, 24, 7, None), max_seq_len=256),
+    "dense": tiny_args(n_layers=4, window=None, moe=False, max_seq_len=256),
+    "latent": latent_args(n_layers=4, max_seq_len=256),
+    "sparse": sparse_args(max_seq_len=256),
+}
+
+
 def few_experts(args: ModelArgs) -> ModelArgs:
     """Return a geometry with 16 experts in a layer at most: 128 small ones take seconds to load, and show no more."""
     return replace(args, moe=replace(args.moe, num_experts=min(args.moe.num_experts, 16))) if args.moe else args
