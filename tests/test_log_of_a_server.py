@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ pytestmark = [
 COMMAND = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()", "serve"]
 FLAGS = ["--link", "direct", "--log-format", "json", "--log-level", "info", "--json", "--tracing-exporter", "file"]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # a client's own
+ROUTER_LOGS = "serve/replica_tramontane_Router_*.log"
 
 
 @contextmanager
@@ -78,24 +80,30 @@ def _first_stage(folder: str) -> int:
     return int(log.stem.rpartition("-")[2])
 
 
+def _complete(url: str) -> str:
+    """Return the events of a completion that the client calls mine/1."""
+    body = {"prompt": "ROMEO:", "max_tokens": 20, "ignore_eos": True, "stream": True, "temperature": 0}
+    headers = {"x-request-id": "mine/1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300).text
+
+
 def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
     with TemporaryDirectory(prefix="log") as folder:  # whose name is short: Ray makes sockets in it
         with _serving(folder) as (process, url):
-            body = {"prompt": "ROMEO:", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
-            headers = {"x-request-id": "mine/1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=300) as response:
-                reported = response.iter_text()
-                next(reported)
-                first_stage = _first_stage(folder)
-                os.kill(first_stage, signal.SIGSTOP)
-                time.sleep(1)  # until the next one waits for its hidden states
+            first_stage = _first_stage(folder)
+            os.kill(first_stage, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as client:
+                answer = client.submit(_complete, url)
+                while not _naming("mine/1", _lines(folder, ROUTER_LOGS)):
+                    time.sleep(0.05)
+                time.sleep(1)  # until the second stage waits for hidden states of the prompt
                 os.kill(first_stage, signal.SIGKILL)
-                assert "".join(reported).endswith("data: [DONE]\n\n")
+                assert answer.result().endswith("data: [DONE]\n\n")
             assert process.stderr is not None
             lost, again = itertools.islice((m for m in map(_message, process.stderr) if m.startswith("pipeline ")), 2)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate()
-        ingress, router = (_lines(folder, f"serve/replica_tramontane_{name}_*.log") for name in ("Ingress", "Router"))
+        ingress, router = _lines(folder, "serve/replica_tramontane_Ingress_*.log"), _lines(folder, ROUTER_LOGS)
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
     assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
