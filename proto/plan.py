@@ -49,10 +49,14 @@ class WindowClass:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Layout of the key/value cache: one class per distinct window, in the order of ``ModelArgs.window_classes``."""
+    """Layout of the key/value cache: one class per distinct window, in the order of ``ModelArgs.window_classes``.
+
+    ``num_drafts``: after a sequence's last known token, at most, for which page rings have room.
+    """
 
     page_size: int
     classes: tuple[WindowClass, ...]
+    num_drafts: int = 0
 
     def class_of(self, window: int | None) -> int:
         """Return the index of a window's class in ``classes``."""
@@ -81,6 +85,8 @@ def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0) -> int:
 
 # ---- speculation
 
+MAX_DRAFTED_STEPS = 8  # micro-batches of one sequence in flight at most that have drafts
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -94,6 +100,11 @@ class SpeculativeConfig:
     prompt_lookup_min: int
     prompt_lookup_max: int
     method: Literal["ngram"] = "ngram"
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a sequence in flight: after the last known token 5, and 6 in each of 7 more micro-batches: 47."""
+        return MAX_DRAFTED_STEPS * (self.num_speculative_tokens + 1) - 1
 
 
 # ---- experts outside the stages

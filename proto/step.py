@@ -42,6 +42,9 @@ class DecodeColumns(NamedTuple):
     The token sampled from a row is right if all drafts up to this row are; a draft is right if it is the token sampled from the
     row before it. Sequence 7 knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts
     (9, 10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of the sequence.
+
+    ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 goes on with the drafts 43 and 44:
+    starts (12, 13). The first one is right if the last token that has been sampled for the sequence is 43, for position 12.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -49,6 +52,7 @@ class DecodeColumns(NamedTuple):
     token_ids: tuple[int, ...] = ()
     # Only for the few sequences that gained pages: (index of the sequence's last row, pages per window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    is_ahead: bool = False
 
 
 NO_DECODES = DecodeColumns()

@@ -18,9 +18,10 @@ from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoi
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
 from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceRequest
+from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
-from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, SchedulerState
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -56,7 +57,20 @@ def _scheduler(plan: PipelinePlan, budget: int, config: SpeculativeConfig | None
     limits = SchedulerLimits(
         plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True, speculative=config
     )
-    return Scheduler(plan.cache, limits, FixedInFlightPolicy(2, budget))
+    return Scheduler(plan.cache, limits, FixedInFlightPolicy(4, budget))
+
+
+def _count_ahead(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which the ids of micro-batches of nothing but drafts will be appended."""
+    found, own = list[int](), Scheduler._batch_ahead
+
+    def batch_ahead(scheduler: Scheduler, state: SchedulerState) -> MicroBatch | None:
+        batch = own(scheduler, state)
+        found.extend([batch.step_id] if batch else [])
+        return batch
+
+    patch.setattr(Scheduler, "_batch_ahead", batch_ahead)
+    return found
 
 
 Answer = tuple[Values, FinishReason | None, tuple[tuple[int, ...], ...]]  # with the experts of all tokens in the order of layers
@@ -119,7 +133,7 @@ def test_the_same_answers_with_and_without(
 ) -> None:
     """Greedy, seeded, penalized, with grammars and log-probabilities, packed together; with scarce pages some are preempted."""
     args, config = ATTENTION_KINDS[kind], SpeculativeConfig(num_drafts, 1, 2)
-    plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=num_drafts)
+    plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=config.max_drafts)
     if is_scarce:
         longest = -(-plan.max_model_len // page_size)
         classes = tuple(replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes)
@@ -127,8 +141,10 @@ def test_the_same_answers_with_and_without(
     expected = _answers(folders[kind], plan, _scheduler(plan, budget, None))
     scheduler = _scheduler(plan, budget, config)
     with pytest.MonkeyPatch.context() as patch:
+        num_ahead = _count_ahead(patch)
         _guess_from(patch, expected, share)
         assert _answers(folders[kind], plan, scheduler) == expected
+    assert num_ahead, "the last sequences leave stages idle"
     counts = scheduler.draft_counts
     assert counts.num_draft_tokens > 0
     if share == 1.0:

@@ -48,8 +48,8 @@ class EngineConfig(
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of a sequence in one micro-batch."""
-        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        """The most drafts of a sequence in flight."""
+        return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
     def max_pipelines(self) -> int:
@@ -75,7 +75,7 @@ class EngineConfig(
 
         Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before. Drafts have rows, too.
         """
-        num_rows = num_seqs * (1 + self.num_drafts)
+        num_rows = num_seqs * (1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0))
         sizes = {"max_num_seqs": min(self.max_num_seqs, num_rows), "max_model_len": self.max_model_len or length}
         return self.model_copy(update=sizes)
 

@@ -52,7 +52,7 @@ class PlanRequest:
     experts_inside: bool = True  # in the stages, if the model has experts
     measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
     batch_invariant: bool | None = None  # see StagePlan
-    num_drafts: int = 0  # of a sequence in one micro-batch, by which page rings are longer
+    num_drafts: int = 0  # of a sequence in flight, by which page rings are longer
     panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
 
     @property
@@ -241,6 +241,7 @@ def _plan_cache(spans: list[range], footprint: _StageFootprint, request: PlanReq
     return CachePlan(
         request.page_size,
         tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in footprint.rings.items()),
+        request.num_drafts,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -18,17 +18,14 @@ from tramontane.router.scheduling.policy import (
     has_prompts,
     reserved_for_prefill,
 )
-from tramontane.router.scheduling.round_times import SpreadTuner
+from tramontane.router.scheduling.round_times import InFlightTuner, SpreadTuner
 
-MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.1, 1.2  # of drafts: a fit of few times may find that a row costs nothing
+MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2  # of drafts: a fit of few times may find that a row costs nothing
 MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
+TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
 COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
-MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
-SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
-SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
-ADJUST_EVERY = 4  # micro-batches per stage
 
 
 class BalancedPolicy:
@@ -61,6 +58,7 @@ class BalancedPolicy:
         self._columns = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
         self._cost = CostModel(self._columns.num_columns)
         at_once = num_stages if stages_at_once is None else stages_at_once
+        self._stages_at_once = at_once
         # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
         self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
         limit = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
@@ -71,6 +69,7 @@ class BalancedPolicy:
         self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # predicted rounds by spread, and their key
         self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and the version of the fit
         self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
+        self._transit_s: float | None = None  # between the stages, of one micro-batch
         self._decode_debt = 0.0  # seconds of decodes by which earlier micro-batches took less than their share
 
     @property
@@ -100,8 +99,14 @@ class BalancedPolicy:
         if len(timings) == self._num_stages:
             self._cost.observe(work, self._columns.columns(timings))
             self._in_flight_tuner.observe(timings)
+            self._observe_transit(timings)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
             self._spread_tuner.observe(0 if has_drafts else budget.spread, budget.round_s, timings[-1].ended_at)
+
+    def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
+        """Measure the time between stages, by their clocks. Waiting for a stage is left out: the least time counts, for a while."""
+        between = sum(max(later.started_at - earlier.ended_at, 0.0) for earlier, later in pairwise(timings))
+        self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
 
     def seconds(self, work: BatchWork) -> float:
         """See ``Policy``."""
@@ -127,6 +132,20 @@ class BalancedPolicy:
         slowest_2, through_2 = self._predict([BatchWork(0, 0, num_rows, num_keys), more])
         before, after = map(float, np.maximum(slowest_2 * spread, through_2))
         return max(BREAK_EVEN_MARGIN * (after - before) * num_rows / max(before, 1e-9), MIN_BREAK_EVEN)
+
+    def ahead_break_even(self, state: SchedulerState) -> float:
+        """See ``Policy``: a stage that waits computes drafts, and what comes after them waits for it.
+
+        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are right, their sequences gain 20 ms; if not, the
+        right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11.
+        """
+        if state.num_in_flight + state.num_ahead >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
+            return NEVER
+        if not self._cost.is_ready:
+            return self._untrained.ahead_break_even(state)
+        slowest_1, through_1 = self._predict([BatchWork(0, 0, state.num_decoding, state.decoding_keys)])
+        slowest, through = float(slowest_1[0]), float(through_1[0]) + (self._transit_s or 0.0)
+        return max(slowest / max(slowest + 2 * through, 1e-9), MIN_BREAK_EVEN)
 
     def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
         """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
@@ -252,44 +271,6 @@ class PromptSpread:
     def record(self, pending: int, taken: int) -> None:
         """Record that so many of the pending tokens go now."""
         self._num_left, self._pieces_left = max(pending - taken, 0), max(self._pieces_left - COUNTDOWN, 1.0)
-
-
-class InFlightTuner:
-    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy."""
-
-    def __init__(self, num_stages: int, limit: int) -> None:
-        self._num_stages, self._limit = num_stages, limit
-        self.max_in_flight = min(num_stages + 1, limit)
-        self.has_more_to_do = False
-        self._last_end = [0.0] * num_stages
-        self._busy, self._idle = [0.0] * num_stages, [0.0] * num_stages
-        self._num_observed = 0
-        self._recently_busy, self._recently_idle = 0.0, 0.0  # seconds of the last stage, with exponential decay
-
-    @property
-    def is_saturated(self) -> bool:
-        """Whether the last stage hardly ever waits."""
-        return self._recently_busy > SATURATED_SHARE * (self._recently_busy + self._recently_idle)
-
-    def observe(self, timings: Sequence[StageTiming]) -> None:
-        """Record the timings of one micro-batch in every stage."""
-        for timing in timings:
-            stage = timing.stage_id
-            self._busy[stage] += timing.busy_s
-            # Where several micro-batches are open in a stage, it was idle in the part between two ends that was not work.
-            gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
-            self._idle[stage] += gap if self.has_more_to_do else 0.0
-            if stage == self._num_stages - 1:
-                self._recently_busy = SATURATION_DECAY * self._recently_busy + timing.busy_s
-                self._recently_idle = SATURATION_DECAY * self._recently_idle + gap
-            self._last_end[stage] = timing.ended_at
-        self._num_observed += 1
-        if self._num_observed < ADJUST_EVERY * self._num_stages:
-            return
-        slowest = max(range(self._num_stages), key=self._busy.__getitem__)
-        if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
-            self.max_in_flight = min(self.max_in_flight + 1, self._limit)
-        self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:

@@ -203,12 +203,46 @@ class DecodeQueue:
         if sequence.speculation is None:
             sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids)
         num_known = sequence.num_known
-        max_tokens = min(num_left, sequence.max_len - num_known - 1)
-        self._num_to_index -= sequence.speculation.index(sequence.output_ids, self._num_to_index)
-        drafts = sequence.speculation.draft(limits.break_even, max_tokens)
+        sequence.speculation.update(sequence.output_ids)
+        self._num_to_index -= sequence.speculation.index(self._num_to_index)
+        drafts = sequence.speculation.draft(limits.break_even, min(num_left, self._max_drafts(sequence)))
         if drafts and not self._allocator.reserve(sequence, num_known + len(drafts), limits.num_spare):
             return ()
+        sequence.speculation.num_ahead = len(drafts)
         return drafts
+
+    def take_ahead(self, sequences: Iterable[Sequence], limits: DraftLimits) -> tuple[list[Sequence], list[int], DecodeColumns]:
+        """Return the next drafts of decoding sequences whose last drafts are in flight, and the rows of each.
+
+        Sequences whose tokens depend on the ones before (penalties, grammars) have none: these have to be known first.
+        """
+        going: list[Sequence] = []
+        drafts: list[tuple[int, ...]] = []
+        grown, num_rows = [], 0
+        for sequence in sequences:
+            state = sequence.speculation
+            if state is None or not sequence.num_in_flight or sequence.sampling.needs_tokens:
+                continue
+            max_tokens = min(limits.max_rows - num_rows, self._max_drafts(sequence) - state.num_ahead)
+            own = state.draft_ahead(limits.break_even, max_tokens)
+            end = sequence.num_known + state.num_ahead + len(own)
+            if not own or not self._allocator.reserve(sequence, end, limits.num_spare):
+                continue
+            num_rows += len(own)
+            if end > sequence.num_paged_positions:
+                grown.append((num_rows - 1, self._allocator.allocate(sequence, sequence.num_dispatched, end)))
+            sequence.num_in_flight += 1
+            going.append(sequence)
+            drafts.append(own)
+        columns = _with_drafts(going, drafts, tuple(grown), is_ahead=True)
+        for sequence, own in zip(going, drafts, strict=True):
+            assert sequence.speculation is not None
+            sequence.speculation.num_ahead += len(own)
+        return going, [len(own) for own in drafts], columns
+
+    def _max_drafts(self, sequence: Sequence) -> int:
+        """Return the most drafts after a sequence's last known token: its last token of all is never submitted."""
+        return min(sequence.max_len - sequence.num_known - 1, self._allocator.cache.num_drafts)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Assert that the counts are right."""
@@ -218,12 +252,21 @@ class DecodeQueue:
         assert self.num_keys == sum(self._work_estimator.visible_keys(s.num_known) for s in decoding)
 
 
-def _with_drafts(going: list[Sequence], drafts: list[tuple[int, ...]], grown: NewPages) -> DecodeColumns:
-    """Return the rows of each sequence: its last known token and its drafts."""
-    pairs = list(zip(going, drafts, strict=True))
+def _with_drafts(
+    going: list[Sequence], drafts: list[tuple[int, ...]], grown: NewPages, *, is_ahead: bool = False
+) -> DecodeColumns:
+    """Return the rows of each sequence: its last known token and its drafts, or the drafts after those in flight."""
+    runs = []
+    for sequence, own in zip(going, drafts, strict=True):
+        if is_ahead:
+            assert sequence.speculation is not None
+            runs.append((sequence.seq_id, sequence.num_known + sequence.speculation.num_ahead, own))
+        else:
+            runs.append((sequence.seq_id, sequence.num_known - 1, (sequence.output_ids[-1], *own)))
     return DecodeColumns(
-        seq_ids=tuple([sequence.seq_id for sequence, own in pairs for _ in range(1 + len(own))]),
-        starts=tuple([sequence.num_known - 1 + i for sequence, own in pairs for i in range(1 + len(own))]),
-        token_ids=tuple([token_id for sequence, own in pairs for token_id in (sequence.output_ids[-1], *own)]),
+        seq_ids=tuple([seq_id for seq_id, _, tokens in runs for _ in tokens]),
+        starts=tuple([start + i for _, start, tokens in runs for i in range(len(tokens))]),
+        token_ids=tuple([token_id for _, _, tokens in runs for token_id in tokens]),
         new_pages=grown,
+        is_ahead=is_ahead,
     )

@@ -85,7 +85,7 @@ class WorkEstimator:
 class SchedulerState:
     """What there is to do at this moment."""
 
-    num_in_flight: int
+    num_in_flight: int  # micro-batches with known tokens
     num_decoding: int  # sequences past their prompts
     decoding_keys: int  # visible to these in all
     num_ready: int  # those whose next token can be submitted now
@@ -94,6 +94,7 @@ class SchedulerState:
     prefill_start: int  # positions before the first of these
     waiting_tokens: int  # of sequences that are not admitted
     free_share: float  # of the scarcest pages
+    num_ahead: int = 0  # micro-batches in flight that have nothing but drafts
     urgent_tokens: int = 0  # the first pending ones, if they are more urgent than another running sequence, which should yield
 
 
@@ -105,6 +106,9 @@ class BatchBudget:
     prefill_tokens: int
     spread: int = 0  # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
     round_s: float = 0.0  # expected time of a round of these micro-batches
+
+
+NO_BUDGET = BatchBudget(0, 0)
 
 
 class Policy(Protocol):
@@ -123,6 +127,9 @@ class Policy(Protocol):
 
     def draft_break_even(self, state: SchedulerState) -> float:
         """Return how likely a draft must be right to be worth its row in the next micro-batch; ``NEVER``: none is."""
+
+    def ahead_break_even(self, state: SchedulerState) -> float:
+        """Return how likely the first draft of a micro-batch of nothing but drafts must be right; ``NEVER``: none is worth it."""
 
 
 class FixedInFlightPolicy:
@@ -151,6 +158,11 @@ class FixedInFlightPolicy:
     def draft_break_even(self, state: SchedulerState) -> float:
         """See ``Policy``."""
         return NEVER if has_prompts(state) else ASSUMED_BREAK_EVEN
+
+    def ahead_break_even(self, state: SchedulerState) -> float:
+        """See ``Policy``."""
+        is_full = state.num_in_flight + state.num_ahead >= self._max_in_flight
+        return NEVER if is_full else self.draft_break_even(state)
 
 
 def has_prompts(state: SchedulerState) -> bool:

@@ -1,13 +1,15 @@
 """Application of results to sequences: accepted tokens, ends, and what is ready for its next token."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
+from typing import NamedTuple
 
 from tramontane.proto.request import FinishReason
-from tramontane.proto.step import NO_TOKEN
+from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
 from tramontane.router.scheduling.batch_queues import DecodeQueue
 from tramontane.router.scheduling.poison_detector import PoisonDetector
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
@@ -22,6 +24,16 @@ class DraftCounts:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+class InFlight(NamedTuple):
+    """A micro-batch in flight; the decoding sequences in the order of columns, and the rows of each if any has drafts."""
+
+    budget: BatchBudget
+    work: BatchWork
+    decoding: list[Sequence]
+    counts: list[int]
+    is_ahead: bool
 
 
 class ResultApplier:
@@ -41,7 +53,19 @@ class ResultApplier:
         self._deschedule, self._release = deschedule, release
         self.draft_counts = DraftCounts()
 
-    def apply_decodes(
+    def apply_result(
+        self, batch: MicroBatch, in_flight: InFlight, result: StepResult, running: Mapping[int, Sequence], *, has_ahead: bool
+    ) -> list[Accepted]:
+        """Apply a result. ``has_ahead``: whether drafts are in flight that follow in another micro-batch."""
+        token_ids, finished, accepted = iter(result.token_ids), dict(result.finished), list[Accepted]()
+        for chunk in batch.chunks:
+            sampled = (next(token_ids),) if chunk.needs_sample else ()
+            accepted += self._apply(running[chunk.seq_id], sampled, finished.get(chunk.seq_id))
+        if in_flight.counts or has_ahead:
+            return accepted + self._apply_drafted(in_flight, token_ids, finished)
+        return accepted + self._apply_decodes(in_flight.decoding, token_ids, finished)
+
+    def _apply_decodes(
         self, decoding: list[Sequence], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
     ) -> list[Accepted]:
         """Apply one token per decoding sequence; the branch that nearly all of them take is inlined."""
@@ -59,25 +83,26 @@ class ResultApplier:
                 ready.append(sequence)
                 accepted.append((sequence.seq_id, token_id, None))
             else:
-                accepted += self.apply(sequence, (token_id,), finished.get(sequence.seq_id))
+                accepted += self._apply(sequence, (token_id,), finished.get(sequence.seq_id))
         self._decodes.record_growth(lengths)
         return accepted
 
-    def apply_drafted(
-        self, decoding: list[Sequence], counts: Iterable[int], token_ids: Iterator[int], finished: Mapping[int, FinishReason]
+    def _apply_drafted(
+        self, in_flight: InFlight, token_ids: Iterator[int], finished: Mapping[int, FinishReason]
     ) -> list[Accepted]:
-        """Apply the tokens of sequences that have so many rows each, of which the later ones are drafts."""
+        """Apply the tokens of sequences that have several rows, of which the later ones are drafts, or all (``is_ahead``)."""
         accepted: list[Accepted] = []
-        for sequence, count in zip(decoding, counts, strict=True):
+        num_known = 0 if in_flight.is_ahead else 1
+        for sequence, count in zip(in_flight.decoding, in_flight.counts or repeat(1), strict=False):
             tokens = tuple(takewhile(lambda token_id: token_id != NO_TOKEN, list(islice(token_ids, count))))
-            assert tokens, "the last known token is no draft"
-            self.draft_counts.num_drafts += count > 1
-            self.draft_counts.num_draft_tokens += count - 1
-            self.draft_counts.num_accepted_tokens += len(tokens) - 1
-            accepted += self.apply(sequence, tokens, finished.get(sequence.seq_id))
+            assert tokens or in_flight.is_ahead, "the last known token is no draft"
+            self.draft_counts.num_drafts += count > num_known
+            self.draft_counts.num_draft_tokens += count - num_known
+            self.draft_counts.num_accepted_tokens += max(len(tokens) - num_known, 0)
+            accepted += self._apply(sequence, tokens, finished.get(sequence.seq_id))
         return accepted
 
-    def apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
+    def _apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
         """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends it after them, if any."""
         sequence.num_in_flight -= 1
         accepted = self._accept(sequence, token_ids, finish) if token_ids and sequence.status is not FINISHED else []
@@ -101,8 +126,10 @@ class ResultApplier:
             if reason is not None:
                 self._deschedule(sequence, FINISHED)
                 break
-        sequence.num_dispatched += len(accepted) - 1  # right drafts have been computed
-        if sequence.status is RUNNING:
+        state = sequence.speculation  # None once it is descheduled
+        is_submitted = state is not None and state.update(sequence.output_ids)
+        sequence.num_dispatched += len(accepted) - (not is_submitted)  # right drafts have been computed, or will be
+        if sequence.status is RUNNING and not is_submitted:
             self._decodes.add(sequence)
         if self._poison_detector.clear(sequence):
             self._deschedule(sequence, PREEMPTED)

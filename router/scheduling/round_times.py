@@ -1,13 +1,20 @@
-"""Choice of the number of micro-batches that decodes are spread over: predicted round times, corrected by measured ones."""
+"""How many micro-batches: those that decodes are spread over, and those in flight, from predicted and measured times."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from tramontane.proto.step import StageTiming
 
 MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
 TRIAL_ROUNDS = 3  # rounds of one trial
 RETRY_ROUNDS = 128  # rounds until a spread is tried again; doubled each time that it has not become the best
 SMOOTHING = 0.3  # weight of the newest correction
+
+MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
+SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
+SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
+ADJUST_EVERY = 4  # micro-batches per stage
 
 
 @dataclass
@@ -74,3 +81,41 @@ class SpreadTuner:
 
     def _stats(self, spread: int) -> _SpreadStats:
         return self._known.setdefault(spread, _SpreadStats())
+
+
+class InFlightTuner:
+    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy."""
+
+    def __init__(self, num_stages: int, limit: int) -> None:
+        self._num_stages, self._limit = num_stages, limit
+        self.max_in_flight = min(num_stages + 1, limit)
+        self.has_more_to_do = False
+        self._last_end = [0.0] * num_stages
+        self._busy, self._idle = [0.0] * num_stages, [0.0] * num_stages
+        self._num_observed = 0
+        self._recently_busy, self._recently_idle = 0.0, 0.0  # seconds of the last stage, with exponential decay
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the last stage hardly ever waits."""
+        return self._recently_busy > SATURATED_SHARE * (self._recently_busy + self._recently_idle)
+
+    def observe(self, timings: Sequence[StageTiming]) -> None:
+        """Record the timings of one micro-batch in every stage."""
+        for timing in timings:
+            stage = timing.stage_id
+            self._busy[stage] += timing.busy_s
+            # Where several micro-batches are open in a stage, it was idle in the part between two ends that was not work.
+            gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
+            self._idle[stage] += gap if self.has_more_to_do else 0.0
+            if stage == self._num_stages - 1:
+                self._recently_busy = SATURATION_DECAY * self._recently_busy + timing.busy_s
+                self._recently_idle = SATURATION_DECAY * self._recently_idle + gap
+            self._last_end[stage] = timing.ended_at
+        self._num_observed += 1
+        if self._num_observed < ADJUST_EVERY * self._num_stages:
+            return
+        slowest = max(range(self._num_stages), key=self._busy.__getitem__)
+        if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
+            self.max_in_flight = min(self.max_in_flight + 1, self._limit)
+        self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0

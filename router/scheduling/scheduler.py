@@ -6,19 +6,17 @@ from itertools import repeat
 
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
 from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
-from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
-from tramontane.router.scheduling.result_applier import Accepted, DraftCounts, ResultApplier
+from tramontane.router.scheduling.policy import NO_BUDGET, BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
+from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
 
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
-# Of a micro-batch; the decoding sequences in the order of columns, and the rows of each if any has drafts.
-InFlight = tuple[BatchBudget, BatchWork, list[Sequence], list[int]]
 
 
 class Scheduler:
@@ -31,7 +29,8 @@ class Scheduler:
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
     * Where pages run out, which happens only in layers without a window, the least urgent, youngest sequence is preempted.
     * A sequence that is passed over too often becomes as urgent as any (``age_starved``).
-    * With speculation a decode token brings drafts of the next ones where the policy finds them worth their rows.
+    * With speculation a decode token brings drafts of the next ones where the policy finds them worth their rows. Further drafts
+      follow in micro-batches of their own, ahead of the results, while stages have nothing else to do.
     """
 
     def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:
@@ -49,6 +48,7 @@ class Scheduler:
         self._freed: list[int] = []  # sequences that ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
+        self._num_ahead = 0  # of those in flight, micro-batches of nothing but drafts
         self.num_preempted = 0  # preemptions so far
 
     def add(self, sequence: Sequence) -> None:
@@ -62,10 +62,14 @@ class Scheduler:
         """Return the next micro-batch, or None if nothing can be submitted now."""
         self.allocator.register_written()
         self._admit()
-        budget = self.policy.choose_budget(state := self._state())
-        if budget is None:
-            return None
-        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, self._draft_limits(state))
+        state = self._state()
+        budget = self.policy.choose_budget(state)
+        return (budget and self._next_batch(budget, state)) or self._batch_ahead(state)
+
+    def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
+        """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
+        limits = self._draft_limits(self.policy.draft_break_even(state)) if self.limits.speculative else None
+        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, limits)
         num_left = self.limits.max_num_batched_tokens - len(decodes.seq_ids)
         chunks = self._prefills.take_chunks(min(budget.prefill_tokens, num_left))
         if not decoding and not chunks:
@@ -73,10 +77,28 @@ class Scheduler:
         if chunks:
             chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # single tokens last, next to the decodes
             age_starved([self._running.by_id[c.seq_id] for c in chunks], self._waiting, self._prefills, self._running)
+        return self._make_batch(budget, chunks, decodes, decoding, counts)
+
+    def _batch_ahead(self, state: SchedulerState) -> MicroBatch | None:
+        """Return a micro-batch of nothing but drafts if there are any that are worth it, and stages would else have to wait."""
+        if self.limits.speculative is None or self._decodes.ready:
+            return None
+        if (break_even := self.policy.ahead_break_even(state)) >= 1:
+            return None
+        limits = self._draft_limits(break_even)
+        decoding, counts, decodes = self._decodes.take_ahead(self._running.by_id.values(), limits)
+        if not decoding:
+            return None
+        self._num_ahead += 1
+        return self._make_batch(NO_BUDGET, [], decodes, decoding, counts)
+
+    def _make_batch(
+        self, budget: BatchBudget, chunks: list[Chunk], decodes: DecodeColumns, decoding: list[Sequence], counts: list[int]
+    ) -> MicroBatch:
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._freed), decodes)
         self._freed.clear()
         self._next_step += 1
-        self._in_flight.append((budget, self.measure_work(batch), decoding, counts))
+        self._in_flight.append(InFlight(budget, self.measure_work(batch), decoding, counts, decodes.is_ahead))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
@@ -84,16 +106,11 @@ class Scheduler:
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
-        budget, work, decoding, counts = self._in_flight.popleft()
-        self.policy.observe(budget, work, result.timings)
-        token_ids, finished, accepted = iter(result.token_ids), dict(result.finished), list[Accepted]()
-        for chunk in batch.chunks:
-            sampled = (next(token_ids),) if chunk.needs_sample else ()
-            accepted += self._results.apply(self._running.by_id[chunk.seq_id], sampled, finished.get(chunk.seq_id))
-        if counts:
-            accepted += self._results.apply_drafted(decoding, counts, token_ids, finished)
-        else:
-            accepted += self._results.apply_decodes(decoding, token_ids, finished)
+        in_flight = self._in_flight.popleft()
+        self._num_ahead -= in_flight.is_ahead
+        self.policy.observe(in_flight.budget, in_flight.work, result.timings)
+        has_ahead = in_flight.is_ahead or self._num_ahead > 0
+        accepted = self._results.apply_result(batch, in_flight, result, self._running.by_id, has_ahead=has_ahead)
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
 
     def abort(self, seq_id: int) -> None:
@@ -113,6 +130,7 @@ class Scheduler:
         """
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
+        self._num_ahead = 0
         for sequence in list(self._running.by_id.values()):
             sequence.num_in_flight = 0
             if sequence.status is RUNNING:
@@ -219,7 +237,8 @@ class Scheduler:
         prefills = self._prefills.prepared()
         are_urgent = bool(prefills) and self._running.has_any_below(prefills[0].effective_priority)
         return SchedulerState(
-            num_in_flight=len(self._in_flight),
+            num_in_flight=len(self._in_flight) - self._num_ahead,
+            num_ahead=self._num_ahead,
             num_decoding=self._decodes.num_sequences,
             decoding_keys=self._decodes.num_keys,
             num_ready=len(self._decodes.ready),
@@ -231,12 +250,10 @@ class Scheduler:
             free_share=min(n / c.num_pages for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)),
         )
 
-    def _draft_limits(self, state: SchedulerState) -> DraftLimits | None:
-        """Return what drafts are worth now. Stages never see more decodes than ``max_num_seqs``."""
-        if self.limits.speculative is None:
-            return None
+    def _draft_limits(self, break_even: float) -> DraftLimits:
+        """Return what drafts a micro-batch may have. Stages never see more decodes than ``max_num_seqs``."""
         max_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        return DraftLimits(self.policy.draft_break_even(state), max_rows, len(self._running))
+        return DraftLimits(break_even, max_rows, len(self._running))
 
     def _preempt_last(self) -> bool:
         """Preempt the least urgent, youngest sequence; return whether its pages are free now.

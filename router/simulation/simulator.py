@@ -136,6 +136,7 @@ class _Run:
         self._now, self._num_arrived = 0.0, 0
         self._free_at = [0.0] * len(model.seconds(BatchWork()))
         self._in_flight: deque[tuple[float, MicroBatch, tuple[StageTiming, ...]]] = deque()
+        self._latest: dict[int, tuple[int, int]] = {}  # position and id of each sequence's last token
 
     @property
     def is_unfinished(self) -> bool:
@@ -182,8 +183,11 @@ class _Run:
         tokens = [self._token(chunk.seq_id, chunk.start + chunk.num_tokens) for chunk in batch.chunks if chunk.needs_sample]
         previous = None
         for seq_id, start, token_id in zip(*batch.decodes[:3], strict=True):
-            is_accepted = seq_id != previous or token_id == tokens[-1]
-            tokens.append(self._token(seq_id, start + 1) if is_accepted else NO_TOKEN)
+            is_known = seq_id != previous and not batch.decodes.is_ahead
+            is_right = is_known or self._latest[seq_id] == (start, token_id)
+            tokens.append(self._token(seq_id, start + 1) if is_right else NO_TOKEN)
+            if is_right:
+                self._latest[seq_id] = start + 1, tokens[-1]
             previous = seq_id
         return tuple(tokens)
 

@@ -7,7 +7,7 @@ from itertools import takewhile
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.router.speculation.ngram_drafter import NgramDrafter
 
-DECAY = 0.9  # of the weight of a draft with each later one
+DECAY = 0.95  # of the weight of a draft with each later one
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
 MAX_ACCEPTANCE = 0.98  # that is believed
 
@@ -20,7 +20,7 @@ class AcceptanceEstimate:
 
     @property
     def probability(self) -> float:
-        """The estimate. Half at first; after four right drafts (0.656 + 3.439) / (0.656 + 0.656 + 3.439) = 0.86."""
+        """The estimate. Half at first; after four right drafts (0.815 + 3.710) / (0.815 + 0.815 + 3.710) = 0.85."""
         return min(self._right / (self._right + self._wrong), MAX_ACCEPTANCE)
 
     def observe(self, is_right: bool) -> None:
@@ -28,42 +28,86 @@ class AcceptanceEstimate:
         self._right = DECAY * self._right + is_right
         self._wrong = DECAY * self._wrong + (not is_right)
 
-    def num_worthwhile(self, break_even: float) -> int:
-        """Return how many drafts in a row are each right with at least this probability.
-
-        Estimate 0.7, break even 0.3: 0.7, 0.49, 0.34, so 3.
-        """
-        if break_even >= self.probability:
+    def num_likely(self, probability: float) -> int:
+        """Return how many drafts in a row are right with at least this probability. Estimate 0.7, 0.3: 3, as 0.34 is enough."""
+        if probability >= 1:
             return 0
-        return int(math.log(break_even) / math.log(self.probability) + 1e-9) if break_even > 0 else 2**30
+        return int(math.log(probability) / math.log(self.probability) + 1e-9) if probability > 0 else 2**30
+
+    def num_worthwhile(self, break_even: float, most: int) -> int:
+        """Return how many drafts in a row give most tokens per second, if a row takes this share of the time without any.
+
+        With n drafts of probability a, E = 1 + a + ... + a**n tokens come in the time 1 + n b. One more is worth it while
+        a**(n+1) / b is at least E / (1 + n b). Estimate 0.7, b = 0.1: 0.24 / 0.1 against 2.53 / 1.3 after three, so a fourth one,
+        and 0.17 / 0.1 against 2.77 / 1.4 after that, so no fifth.
+        """
+        count, expected, right = 0, 1.0, self.probability
+        while count < most and right * (1 + count * break_even) >= break_even * expected and break_even < 1:
+            expected += right
+            right *= self.probability
+            count += 1
+        return count
 
 
 class SpeculationState:
-    """The drafts of one sequence. Those that were not worth their rows are compared with the output all the same."""
+    """The drafts of one sequence. Those that were not worth their rows are compared with the output all the same.
+
+    ``num_ahead``: drafts in flight. Text 1 2 3, drafts 4 5 6 7: one micro-batch has 3 4 5 and the next one 6, so it is 3. If
+    4 5 6 are sampled in the first one, 6 is known and submitted, and ``num_ahead`` is 0. If 4 8 are, the other micro-batch is
+    in vain, and 8 is to be submitted.
+    """
 
     def __init__(self, config: SpeculativeConfig, prompt_ids: Sequence[int]) -> None:
         self._config = config
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
         self._drafter = NgramDrafter(self._tokens, config.prompt_lookup_min, config.prompt_lookup_max)
         self._draft: tuple[int, ...] = ()  # of the tokens after ``_tokens``
-        self._is_drafted = False
+        self._num_asked = 0  # drafts that the drafter was asked for since the last token came
+        self.num_ahead = 0
         self.acceptance = AcceptanceEstimate()
 
-    def index(self, output_ids: Sequence[int], max_tokens: int) -> int:
-        """Take the tokens that have come, and index up to so many of the text; return how many were."""
-        if new := output_ids[len(self._tokens) - self._num_prompt :]:
-            self._observe(new)
-            self._draft, self._is_drafted = (), False
+    def update(self, output_ids: Sequence[int]) -> bool:
+        """Take the tokens that have come; return whether the last of them has been submitted, as a draft."""
+        new = output_ids[len(self._tokens) - self._num_prompt :]
+        if not new:
+            return False
+        is_right = self._observe(new)
+        is_submitted = is_right and len(new) <= self.num_ahead
+        self.num_ahead = self.num_ahead - len(new) if is_submitted else 0
+        self._draft = self._draft[len(new) :] if is_submitted else ()
+        self._num_asked = 0
+        return is_submitted
+
+    def index(self, max_tokens: int) -> int:
+        """Index up to so many tokens of the text; return how many were."""
         return self._drafter.index(max_tokens)
 
     def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
-        """Return drafts of the tokens after the text, each right with at least this probability as far as is known."""
-        if not self._is_drafted:
-            self._draft, self._is_drafted = self._drafter.draft(self._config.num_speculative_tokens), True
-        return self._draft[: max(min(self.acceptance.num_worthwhile(break_even), max_tokens), 0)]
+        """Return drafts of the tokens after the last known one that are worth their rows, see ``AcceptanceEstimate``."""
+        assert not self.num_ahead
+        drafts = self._drafts(self._config.num_speculative_tokens)
+        return drafts[: self.acceptance.num_worthwhile(break_even, min(max_tokens, len(drafts)))]
 
-    def _observe(self, token_ids: Sequence[int]) -> None:
-        """Compare the tokens that have come with the last draft.
+    def draft_ahead(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
+        """Return the next drafts after those in flight, each right with at least this probability as far as is known.
+
+        Estimate 0.9, two in flight, ``break_even`` 0.6: 0.9 ** 3 = 0.73 and 0.66, so two.
+        """
+        num_likely = self.acceptance.num_likely(break_even) - self.num_ahead
+        num_drafts = min(num_likely, max_tokens, 1 + self._config.num_speculative_tokens)
+        return self._drafts(self.num_ahead + num_drafts)[self.num_ahead :] if num_drafts > 0 else ()
+
+    def _drafts(self, num_tokens: int) -> tuple[int, ...]:
+        """Return up to so many drafts after the text. Those in flight stay, so that others can only follow where they agree."""
+        if num_tokens > self._num_asked:
+            self._num_asked = num_tokens
+            fresh = self._drafter.draft(num_tokens)
+            if fresh[: self.num_ahead] == self._draft[: self.num_ahead]:
+                self._draft = fresh
+        return self._draft[:num_tokens]
+
+    def _observe(self, token_ids: Sequence[int]) -> bool:
+        """Compare the tokens that have come with the last draft; return whether all are as drafted.
 
         Draft 5 6 7, of which one token was submitted, and the tokens 5 6: two were right. Tokens 5 8: one was, and one was not.
         """
@@ -73,3 +117,4 @@ class SpeculationState:
         if len(right) < min(len(self._draft), len(token_ids)):
             self.acceptance.observe(False)
         self._tokens += token_ids
+        return len(right) == len(token_ids)

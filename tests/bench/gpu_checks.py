@@ -24,7 +24,8 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
-from tramontane.workers.sampling.token_sampler import SampledRows, SampledTokens
+from tramontane.workers.sampling.draft_verifier import SampledRows
+from tramontane.workers.sampling.token_sampler import SampledTokens
 from tramontane.workers.stage.cuda_graphs import padded_rows
 from tramontane.workers.weights import loader, random_checkpoint
 from tramontane.workers.weights.random_checkpoint import random_pieces

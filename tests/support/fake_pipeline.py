@@ -18,7 +18,7 @@ EOS = 2
 def new_cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256, num_drafts: int = 0) -> CachePlan:
     rings = [ring_pages(window, page_size, max_len, num_drafts) for window in windows]
     classes = [WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)]
-    return CachePlan(page_size, tuple(classes))
+    return CachePlan(page_size, tuple(classes), num_drafts)
 
 
 def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len: int = 256) -> Sequence:
@@ -57,6 +57,8 @@ class FakePipeline:
     now: float = 0.0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_ahead: int = 0  # micro-batches of nothing but drafts
+    latest: dict[int, tuple[int, int]] = field(default_factory=dict)  # position and id of the last token of each sequence
 
     def submit(self) -> MicroBatch | None:
         batch = self.scheduler.schedule()
@@ -71,20 +73,26 @@ class FakePipeline:
         ends = [(c.seq_id, c.start + c.num_tokens) for c in batch.chunks if c.needs_sample]
         token_ids = [token_at(*end) for end in ends]
         for run in decode_runs(batch):
-            token_ids += self._verify(run, token_at)
+            token_ids += self._verify(run, token_at, is_ahead=batch.decodes.is_ahead)
+        self.num_ahead += batch.decodes.is_ahead
         assert len(token_ids) == len(batch.sampled_seq_ids)
         result = StepResult(batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch))
         self.events += self.scheduler.complete(batch, result)
         self.scheduler.check_integrity()
 
-    def _verify(self, run: Chunk, token_at: Callable[[int, int], int]) -> list[int]:
-        """Return the answers for a token and its drafts."""
-        answers = [token_at(run.seq_id, run.start + 1)]
-        for row, draft in enumerate(run.token_ids[1:], 1):
-            is_right = answers[-1] == draft
-            answers.append(token_at(run.seq_id, run.start + row + 1) if is_right else NO_TOKEN)
-        self.num_drafts += run.num_tokens - 1
-        self.num_accepted += len(answers) - answers.count(NO_TOKEN) - 1
+    def _verify(self, run: Chunk, token_at: Callable[[int, int], int], *, is_ahead: bool) -> list[int]:
+        """Return the answers for a token and its drafts, or for nothing but drafts."""
+        answers = []
+        for row, token_id in enumerate(run.token_ids):
+            is_known = not (row or is_ahead)
+            position = run.start + row
+            if is_known or self.latest.get(run.seq_id) == (position, token_id):
+                answers.append(token_at(run.seq_id, position + 1))
+                self.latest[run.seq_id] = position + 1, answers[-1]
+                self.num_accepted += not is_known
+            else:
+                answers.append(NO_TOKEN)
+            self.num_drafts += not is_known
         return answers
 
     def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
@@ -104,6 +112,7 @@ class FakePipeline:
     def fence(self) -> None:
         """Forget what stages forget when they are fenced."""
         self.in_flight.clear()
+        self.latest.clear()
         self.tokens.clear()
         self.entries.clear()
         self.rows.clear()
@@ -141,8 +150,9 @@ class FakePipeline:
         if chunk.sampling is None:
             tokens = self.tokens[chunk.seq_id]
             known = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
-            assert tokens[: chunk.start] == known, "what stays is what was accepted"
-            self.tokens[chunk.seq_id] = known
+            assert tokens[: len(known)] == known, "what stays is what was accepted"
+            assert len(known) == chunk.start or len(tokens) == chunk.start, "drafts follow those in flight"
+            self.tokens[chunk.seq_id] = tokens[: chunk.start]
             return
         self.num_reused += chunk.start
         self.tokens[chunk.seq_id] = self._sequence(chunk.seq_id).known_ids(0, chunk.start)

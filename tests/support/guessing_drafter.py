@@ -14,18 +14,17 @@ WRONG = 1  # no answer has this token
 class GuessingDrafter:
     """Drafts by ``next_token``, which returns the right token after some text, or a wrong one."""
 
-    def __init__(
-        self, tokens: Sequence[int], next_token: Callable[[Sequence[int]], int], share: float, rng: random.Random
-    ) -> None:
-        self._tokens, self._next_token, self._share, self._rng = tokens, next_token, share, rng
+    def __init__(self, tokens: Sequence[int], next_token: Callable[[Sequence[int]], int], share: float, seed: int) -> None:
+        self._tokens, self._next_token, self._share, self._seed = tokens, next_token, share, seed
 
     def index(self, _max_tokens: int) -> int:
         return 0
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
         text = list(self._tokens)
-        for _ in range(num_tokens):
-            text.append(self._next_token(text) if self._rng.random() < self._share else WRONG)
+        for _ in range(num_tokens):  # a draft is the same each time, so that others can follow it
+            is_right = random.Random(hash((self._seed, *text))).random() < self._share
+            text.append(self._next_token(text) if is_right else WRONG)
         return tuple(text[len(self._tokens) :])
 
 
@@ -33,7 +32,7 @@ def guess(
     patch: pytest.MonkeyPatch, next_token: Callable[[Sequence[int]], int], share: float, seed: int = 0, *, always: bool = True
 ) -> None:
     """Let all sequences draft like this. ``always``: however often their drafts were wrong."""
-    rng = random.Random(seed)
-    patch.setattr(speculation_state, "NgramDrafter", lambda tokens, *_: GuessingDrafter(tokens, next_token, share, rng))
+    patch.setattr(speculation_state, "NgramDrafter", lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed))
     if always:
-        patch.setattr(AcceptanceEstimate, "num_worthwhile", lambda _self, break_even: 0 if break_even >= 1 else 2**30)
+        patch.setattr(AcceptanceEstimate, "num_worthwhile", lambda _, break_even, most: 0 if break_even >= 1 else max(most, 0))
+        patch.setattr(AcceptanceEstimate, "num_likely", lambda _, probability: 0 if probability >= 1 else 2**30)

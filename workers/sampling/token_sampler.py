@@ -10,53 +10,14 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import FinishReason, SamplingParams
-from tramontane.proto.step import NO_TOKEN, MicroBatch
+from tramontane.proto.step import NO_TOKEN
 from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.draft_verifier import SampledRows
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.structured_output import StructuredOutputManager
 
 Finished = tuple[int, FinishReason]
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows that are sampled: their sequences, the positions of the new tokens, and the draft before each row.
-
-    A row's draft is the token that the row is computed from; it is None for all rows but those of drafts.
-    """
-
-    seq_ids: tuple[int, ...]
-    positions: list[int]
-    drafts: list[int | None]
-    has_drafts: bool
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> "SampledRows":
-        """Return the rows of a micro-batch, in its order."""
-        decodes = batch.decodes
-        ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
-        positions = ends + [start + 1 for start in decodes.starts]
-        if len(set(decodes.seq_ids)) == len(decodes.seq_ids):
-            return cls(batch.sampled_seq_ids, positions, [None] * len(positions), has_drafts=False)
-        drafts: list[int | None] = [None] * len(ends)
-        previous = NO_TOKEN  # no sequence has this id
-        for seq_id, token_id in zip(decodes.seq_ids, decodes.token_ids, strict=True):
-            drafts.append(token_id if seq_id == previous else None)
-            previous = seq_id
-        return cls(batch.sampled_seq_ids, positions, drafts, has_drafts=True)
-
-    def accepted(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the sampled tokens, with NO_TOKEN in rows whose draft, or an earlier one, is not the token sampled before it.
-
-        Drafts None, 41, 42 and tokens 41, 50, 60: 41, 50, NO_TOKEN.
-        """
-        if not self.has_drafts:
-            return tuple(token_ids)
-        accepted: list[int] = []
-        for draft, token_id in zip(self.drafts, token_ids, strict=True):
-            accepted.append(token_id if draft is None or accepted[-1] == draft else NO_TOKEN)
-        return tuple(accepted)
 
 
 @dataclass(slots=True)

@@ -24,10 +24,11 @@ from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
-from tramontane.workers.sampling.token_sampler import SampledRows, TokenSampler
+from tramontane.workers.sampling.token_sampler import TokenSampler
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
@@ -86,6 +87,7 @@ class StageWorker:
         self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         params_of, has_exact_sums = self.table.sampling.__getitem__, self.backend.has_exact_sums
         self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, has_exact_sums)
+        self.draft_verifier = DraftVerifier(is_needed=plan.cache.num_drafts > 0)
         self.logprobs = LogprobTracker(plan.args.vocab_size, has_exact_sums)
         self.numerics = Numerics()  # until ``load`` has found them out
         self.epoch = NOT_FENCED
@@ -145,6 +147,7 @@ class StageWorker:
         self.table.clear()
         self.logits_processor.clear()
         self.structured_output.clear()
+        self.draft_verifier.clear()
         self.logprobs.clear()
         self.epoch = epoch
         self.next_step_id = 0
@@ -226,6 +229,7 @@ class StageWorker:
         if self.plan.is_last:
             self.logits_processor.update(batch)
             self.structured_output.update(batch)
+            self.draft_verifier.update(batch)
             self.logprobs.update(batch)
         return _Step(batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers))
 
@@ -273,7 +277,7 @@ class StageWorker:
         batch, incoming, timer, recorder = step
         rows = SampledRows.of(batch) if self.plan.is_last and batch.sampled_seq_ids else None
         sampled = self.token_sampler.sample(done, rows) if rows else None
-        on_host = copy_to_host_async(sampled.token_ids) if sampled else None
+        verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids)) if rows and sampled else None
         timer.stop()
 
         def read() -> Outcome:
@@ -281,9 +285,9 @@ class StageWorker:
             choices = (*(incoming.choices if incoming else ()), *recorder.collect())
             if not self.plan.is_last:
                 return Activation(done, timings, choices)
-            if rows is None or sampled is None or on_host is None:
+            if rows is None or sampled is None or verdict is None:
                 return StepResult(batch.epoch, batch.step_id, (), timings, choices, prompt_logprobs)
-            token_ids = rows.accepted(on_host.tensor.tolist())
+            token_ids = self.draft_verifier.accepted(verdict)
             logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, rows.seq_ids, rows.positions))
             ended = self.token_sampler.finished(sampled, rows, token_ids)
             return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, ended)

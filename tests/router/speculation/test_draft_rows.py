@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass
 from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.step import NO_TOKEN
 from tramontane.router.scheduling.policy import NEVER, FixedInFlightPolicy
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -42,7 +43,7 @@ def next_token_of(sequences: Several[Sequence]) -> object:
 
 
 def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> FakePipeline:
-    cache = new_cache(4, 4, None, 9, num_drafts=config.num_speculative_tokens)
+    cache = new_cache(4, 4, None, 9, num_drafts=config.max_drafts)
     pipe = new_pipeline(cache, speculative=config, **settings)  # type: ignore[arg-type]
     pipe.token_at = token_at
     return pipe
@@ -52,6 +53,7 @@ def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> F
 @given(
     share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     num_drafts=st.integers(1, 6),
+    max_drafts=st.integers(1, 20),
     page_size=st.sampled_from([1, 2, 4, 16]),
     window=st.sampled_from([1, 3, 9, 17]),
     num_seqs=st.floats(1, 6),
@@ -60,12 +62,20 @@ def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> F
     seed=st.integers(0, 2**16),
 )
 def test_tokens_are_those_without_drafts(
-    share: float, num_drafts: int, page_size: int, window: int, num_seqs: float, in_flight: int, budget: int, seed: int
+    share: float,
+    num_drafts: int,
+    max_drafts: int,
+    page_size: int,
+    window: int,
+    num_seqs: float,
+    in_flight: int,
+    budget: int,
+    seed: int,
 ) -> None:
     """Packed, preempted where pages are few, cancelled, and fenced."""
     rng = random.Random(seed)
     config = SpeculativeConfig(num_drafts, 1, 2)
-    cache = new_cache(page_size, num_seqs, None, window, num_drafts=num_drafts)
+    cache = new_cache(page_size, num_seqs, None, window, num_drafts=max_drafts)
     pipe = new_pipeline(cache, seqs=8, budget=budget, in_flight=in_flight, speculative=config)
     pipe.token_at = token_at
     sequences = [new_sequence(number, rng.randint(1, 60), rng.randint(1, 40), rng.randrange(3)) for number in range(6)]
@@ -92,6 +102,7 @@ def test_tokens_are_those_without_drafts(
             assert len(events) == len(tokens)
             assert events[-1].finish is (FinishReason.STOP if EOS in tokens else FinishReason.LENGTH)
     counts = pipe.scheduler.draft_counts
+    assert not any(event.token_id == NO_TOKEN for event in pipe.events)
     assert counts.num_draft_tokens >= pipe.num_drafts, "what was in flight at a fence is not counted there"
 
 
@@ -105,7 +116,73 @@ def test_right_drafts_save_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(pipe.tokens_of(3)) == 31
     assert pipe.scheduler.num_steps == 1 + 6, "one token with the prompt, then five in each of six"
     counts = pipe.scheduler.draft_counts
-    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (6, 24, 24)
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (6, 29, 29)
+    assert pipe.num_ahead == 5, "all but the first micro-batch of decodes"
+
+
+def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one goes where the last one ended; when all are in flight none does."""
+    guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
+    pipe = drafting_pipeline(in_flight=3)
+    pipe.token_at = lambda _, position: 50 + position % 3
+    pipe.scheduler.add(new_sequence(3, 7, 60))
+    pipe.submit()
+    pipe.answer()
+    batches = [pipe.submit() for _ in range(4)]
+    assert [batch and (batch.decodes.is_ahead, batch.decodes.starts) for batch in batches] == [
+        (False, (7, 8, 9, 10, 11)),
+        (True, (12, 13, 14, 15, 16)),
+        (True, (17, 18, 19, 20, 21)),
+        None,
+    ]
+    pipe.answer()
+    assert len(pipe.tokens_of(3)) == 6
+    batch = pipe.submit()
+    assert batch is not None
+    assert batch.decodes.starts == (22, 23, 24, 25, 26)
+
+
+def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {12: 99}  # in place of what is drafted
+    guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
+    pipe = drafting_pipeline(in_flight=3)
+    pipe.token_at = lambda _, position: answer.get(position, 50 + position % 3)
+    pipe.scheduler.add(new_sequence(3, 7, 20))
+    pipe.submit()
+    pipe.answer()
+    assert [pipe.submit() is not None for _ in range(4)] == [True, True, True, False]
+    pipe.answer()
+    assert [event.token_id for event in pipe.tokens_of(3)][-1] == 99
+    batch = pipe.submit()
+    assert batch is not None
+    assert (batch.decodes.is_ahead, batch.decodes.starts[0], batch.decodes.token_ids[0]) == (False, 12, 99)
+    pipe.answer()
+    pipe.answer()
+    assert len(pipe.tokens_of(3)) == 6, "no token came from what was in vain"
+    pipe.drain()
+    assert [event.token_id for event in pipe.tokens_of(3)] == [answer.get(n, 50 + n % 3) for n in range(7, 27)]
+
+
+def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = new_pipeline(new_cache(4, 4, 9, num_drafts=7), in_flight=8, speculative=FOUR)
+    pipe.token_at = lambda *_: 50
+    pipe.scheduler.add(new_sequence(0, 5, 40))
+    pipe.submit()
+    pipe.answer()
+    starts = [batch.decodes.starts for batch in iter(pipe.submit, None)]
+    assert starts == [(5, 6, 7, 8, 9), (10, 11, 12)]
+    pipe.drain()
+
+
+def test_a_sequence_whose_tokens_depend_on_those_before_has_no_drafts_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 50, 1.0)
+    pipe = drafting_pipeline()
+    pipe.token_at = lambda *_: 50
+    pipe.scheduler.add(Sequence(0, (5, 6, 7), SamplingParams(max_tokens=30, presence_penalty=0.5), 33))
+    pipe.drain()
+    assert pipe.num_accepted
+    assert not pipe.num_ahead
 
 
 def test_no_draft_goes_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +217,7 @@ def test_decodes_with_drafts_are_no_more_than_sequences_may_be(monkeypatch: pyte
 def test_drafts_leave_pages_for_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence that would need the last page for its drafts only the next token goes."""
     guess(monkeypatch, lambda _: 50, 1.0)
-    cache = new_cache(4, 1, None, max_len=16)
+    cache = new_cache(4, 1, None, max_len=16, num_drafts=4)
     pipe = new_pipeline(cache, in_flight=1, speculative=FOUR)
     pipe.token_at = lambda *_: 50
     pipe.scheduler.add(new_sequence(0, 10, 6))
@@ -210,7 +287,7 @@ def test_where_pages_are_short_drafts_and_sequences_stay_together(monkeypatch: p
     ring = 16
     for seed in range(20):
         rng = random.Random(seed)
-        pipe = new_pipeline(CachePlan(4, (WindowClass(None, ring, ring + num_spare),)), speculative=FOUR)
+        pipe = new_pipeline(CachePlan(4, (WindowClass(None, ring, ring + num_spare),), FOUR.max_drafts), speculative=FOUR)
         pipe.token_at = lambda _, position: 50 + position % 7
         for number in range(2):
             pipe.scheduler.add(new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64))

@@ -13,19 +13,35 @@ def test_an_estimate_follows_what_is_observed() -> None:
     assert estimate.probability == 0.5
     for _ in range(4):
         estimate.observe(True)
-    assert estimate.probability == pytest.approx(0.86, abs=0.005)
+    assert estimate.probability == pytest.approx(0.85, abs=0.005)
     for _ in range(60):
         estimate.observe(True)
     assert estimate.probability == MAX_ACCEPTANCE
     for _ in range(20):
         estimate.observe(False)
-    assert estimate.probability < 0.2
+    assert estimate.probability < 0.4, "0.95 to the power of 20 is 0.36"
 
 
-@pytest.mark.parametrize(("break_even", "expected"), [(0.3, 3), (0.7, 0), (0.69, 1), (0.49, 2), (2.0, 0), (0.0, 2**30)])
-def test_how_many_drafts_are_worthwhile(break_even: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("probability", "expected"), [(0.3, 3), (0.71, 0), (0.69, 1), (0.49, 2), (1.0, 0), (2.0, 0), (0.0, 2**30)]
+)
+def test_how_many_drafts_are_likely(probability: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AcceptanceEstimate, "probability", 0.7)
-    assert AcceptanceEstimate().num_worthwhile(break_even) == expected
+    assert AcceptanceEstimate().num_likely(probability) == expected
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.9, 0.98])
+@pytest.mark.parametrize("break_even", [0.02, 0.1, 0.3, 0.69, 0.9])
+def test_as_many_drafts_are_worthwhile_as_give_most_tokens_in_the_same_time(
+    acceptance: float, break_even: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of n drafts yields 1 + a + ... + a**n tokens, and takes 1 + n b of the time of one without."""
+    monkeypatch.setattr(AcceptanceEstimate, "probability", acceptance)
+    rates = [sum(acceptance**i for i in range(n + 1)) / (1 + n * break_even) for n in range(33)]
+    estimate = AcceptanceEstimate()
+    assert rates[estimate.num_worthwhile(break_even, 32)] == pytest.approx(max(rates))
+    assert estimate.num_worthwhile(break_even, 1) <= 1
+    assert estimate.num_worthwhile(1.0, 32) == estimate.num_worthwhile(2.0, 32) == 0
 
 
 def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
@@ -34,7 +50,8 @@ def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
 
     def draft(*tokens: int) -> tuple[int, ...]:
         output.extend(tokens)
-        state.index(output, 99)
+        state.update(output)
+        state.index(99)
         return state.draft(0.4, 9)
 
     assert draft(1) == (2,), "of four drafts one is likely enough: half, then a quarter"
@@ -44,15 +61,16 @@ def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
     for token in (1, 2, 3, 1, 2, 3):
         draft(token)
     assert state.acceptance.probability > before
-    assert draft(1, 2, 3) == (1, 2, 3, 1)[: state.acceptance.num_worthwhile(0.4)] != ()
+    assert draft(1, 2, 3) == (1, 2, 3, 1)[: state.acceptance.num_worthwhile(0.4, 4)] != ()
 
 
 def test_a_draft_is_the_same_until_a_token_comes() -> None:
     state = SpeculationState(CONFIG, (1, 2, 3, 1))
     assert state.draft(0.3, 9) == (), "nothing has been indexed"
-    state.index([2], 99)
+    state.update([2])
+    state.index(99)
     assert state.draft(0.3, 9) == state.draft(0.3, 9) == (3,)
-    assert state.index([2], 99) == 0
+    assert state.index(99) == 0
     assert state.draft(0.3, 0) == ()
     assert state.draft(0.3, -1) == (), "at the end of the context there is no room"
     assert state.acceptance.probability == 0.5, "nothing was compared"
