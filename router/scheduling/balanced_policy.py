@@ -104,7 +104,7 @@ class BalancedPolicy:
             self._spread_tuner.observe(0 if has_drafts else budget.spread, budget.round_s, timings[-1].ended_at)
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
-        """Measure the time between stages, by their clocks. Waiting for a stage is left out: the least time counts, for a while."""
+        """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for."""
         between = sum(max(later.started_at - earlier.ended_at, 0.0) for earlier, later in pairwise(timings))
         self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
 
@@ -134,10 +134,10 @@ class BalancedPolicy:
         return max(BREAK_EVEN_MARGIN * (after - before) * num_rows / max(before, 1e-9), MIN_BREAK_EVEN)
 
     def ahead_break_even(self, state: SchedulerState) -> float:
-        """See ``Policy``: a stage that waits computes drafts, and what comes after them waits for it.
+        """See ``Policy``: a stage that would wait computes drafts, and what comes after them waits for it.
 
-        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are right, their sequences gain 20 ms; if not, the
-        right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11.
+        Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are right, their sequences gain
+        20 ms; if not, the right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11.
         """
         if state.num_in_flight + state.num_ahead >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
             return NEVER

@@ -223,6 +223,7 @@ class DecodeQueue:
             state = sequence.speculation
             if state is None or not sequence.num_in_flight or sequence.sampling.needs_tokens:
                 continue
+            assert not sequence.num_pending, "drafts follow the last known token"
             max_tokens = min(limits.max_rows - num_rows, self._max_drafts(sequence) - state.num_ahead)
             own = state.draft_ahead(limits.break_even, max_tokens)
             end = sequence.num_known + state.num_ahead + len(own)
@@ -249,6 +250,8 @@ class DecodeQueue:
         decoding = [s for s in running if s.is_decoding]
         assert all(s.status is SequenceStatus.RUNNING for s in decoding)
         assert self.num_sequences == len(decoding)
+        ready = set(map(id, self.ready))
+        assert all(s.num_pending == (id(s) in ready) for s in decoding), "what is ready has one token that is not submitted"
         assert self.num_keys == sum(self._work_estimator.visible_keys(s.num_known) for s in decoding)
 
 

@@ -200,6 +200,7 @@ class Scheduler:
         self._waiting.check_integrity()
         assert self._prefills.sequences == sorted(self._prefills.sequences, key=priority_key)
         self._decodes.check_integrity(self._running.by_id.values())
+        assert self._num_ahead == sum(in_flight.is_ahead for in_flight in self._in_flight)
         if self.is_idle:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 

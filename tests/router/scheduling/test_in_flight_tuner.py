@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.balanced_policy import ADJUST_EVERY, BalancedPolicy, InFlightTuner
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.round_times import ADJUST_EVERY, InFlightTuner
 
 
 class Pipeline:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass
 from tramontane.proto.request import FinishReason, SamplingParams
 from tramontane.proto.step import NO_TOKEN
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import NEVER, FixedInFlightPolicy
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -59,6 +60,7 @@ def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> F
     num_seqs=st.floats(1, 6),
     in_flight=st.integers(1, 4),
     budget=st.integers(1, 40),
+    num_stages=st.integers(0, 4),
     seed=st.integers(0, 2**16),
 )
 def test_tokens_are_those_without_drafts(
@@ -70,21 +72,23 @@ def test_tokens_are_those_without_drafts(
     num_seqs: float,
     in_flight: int,
     budget: int,
+    num_stages: int,
     seed: int,
 ) -> None:
     """Packed, preempted where pages are few, cancelled, and fenced."""
     rng = random.Random(seed)
     config = SpeculativeConfig(num_drafts, 1, 2)
     cache = new_cache(page_size, num_seqs, None, window, num_drafts=max_drafts)
-    pipe = new_pipeline(cache, seqs=8, budget=budget, in_flight=in_flight, speculative=config)
-    pipe.token_at = token_at
+    policy = BalancedPolicy(num_stages, budget) if num_stages else FixedInFlightPolicy(in_flight, budget)
+    pipe = new_pipeline(cache, seqs=8, budget=budget, policy=policy, speculative=config)
+    pipe.token_at, pipe.num_stages = token_at, num_stages
     sequences = [new_sequence(number, rng.randint(1, 60), rng.randint(1, 40), rng.randrange(3)) for number in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         guess(patch, next_token_of(sequences), share, seed)  # type: ignore[arg-type]
         for sequence in sequences:
             pipe.scheduler.add(sequence)
         aborted = set[int]()
-        for _ in range(rng.randrange(80)):
+        for _ in range(rng.randrange(160)):
             if not pipe.submit() and pipe.in_flight:
                 pipe.answer()
             if rng.random() < 0.02:
@@ -161,6 +165,23 @@ def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_i
     assert len(pipe.tokens_of(3)) == 6, "no token came from what was in vain"
     pipe.drain()
     assert [event.token_id for event in pipe.tokens_of(3)] == [answer.get(n, 50 + n % 3) for n in range(7, 27)]
+
+
+def test_after_a_fence_nothing_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda text: 50 + len(text) % 3, 1.0)
+    pipe = drafting_pipeline(in_flight=3)
+    pipe.token_at = lambda _, position: 50 + position % 3
+    pipe.scheduler.add(new_sequence(3, 7, 60))
+    pipe.submit()
+    pipe.answer()
+    assert [pipe.submit() is not None for _ in range(4)] == [True, True, True, False]
+    pipe.scheduler.restart(2)
+    pipe.fence()
+    batch = pipe.submit()
+    assert batch is not None
+    assert batch.chunks[0].num_tokens == 8, "the prompt and the token that was known"
+    pipe.drain()
+    assert [event.token_id for event in pipe.tokens_of(3)] == [50 + n % 3 for n in range(7, 67)]
 
 
 def test_the_drafts_in_flight_are_no_more_than_page_rings_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

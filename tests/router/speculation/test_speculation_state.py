@@ -74,3 +74,38 @@ def test_a_draft_is_the_same_until_a_token_comes() -> None:
     assert state.draft(0.3, 0) == ()
     assert state.draft(0.3, -1) == (), "at the end of the context there is no room"
     assert state.acceptance.probability == 0.5, "nothing was compared"
+
+
+def test_drafts_in_flight_that_agree_with_the_output_stay() -> None:
+    """Known 1 2 3 1, drafted 2 3 1 2 ...; two with the last token, and three in a micro-batch of their own."""
+    state, output = SpeculationState(CONFIG, (1, 2, 3)), [1]
+    state.acceptance = AcceptanceEstimate()
+    for _ in range(40):
+        state.acceptance.observe(True)
+    state.update(output)
+    state.index(99)
+    state.num_ahead = len(state.draft(0.1, 2))
+    assert state.draft_ahead(0.1, 3) == (1, 2, 3)
+    state.num_ahead += 3
+    output += (2, 3, 1)
+    assert state.update(output), "the 1 is the first one of the other micro-batch"
+    assert state.num_ahead == 2
+    state.index(99)
+    assert state.draft_ahead(0.1, 9) == (1, 2, 3, 1, 2)
+    output += (2, 9)
+    assert not state.update(output), "3 was drafted"
+    assert state.num_ahead == 0
+    assert not state.update(output), "nothing has come"
+
+
+def test_drafts_that_do_not_agree_with_those_in_flight_do_not_follow_them() -> None:
+    state = SpeculationState(CONFIG, (1, 2, 1))
+    state.update([2])
+    state.index(99)
+    state.num_ahead = len(state.draft(0.1, 1))
+    state._draft = (7,)
+    assert state.draft_ahead(0.1, 3) == ()
+
+
+def test_all_drafts_in_flight_together() -> None:
+    assert SpeculativeConfig(5, 1, 3).max_drafts == 47, "five after a known token, and six in each of seven more micro-batches"
