@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from exact_values import Values, exact_values
-from guessing_drafter import WRONG, guess
+from guessing_drafter import WRONG, count_ahead, guess
 from harness import merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +18,9 @@ from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoi
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
 from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceRequest
-from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
-from tramontane.router.scheduling.policy import FixedInFlightPolicy, SchedulerState
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -58,19 +57,6 @@ def _scheduler(plan: PipelinePlan, budget: int, config: SpeculativeConfig | None
         plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size, reuses_prefixes=True, speculative=config
     )
     return Scheduler(plan.cache, limits, FixedInFlightPolicy(4, budget))
-
-
-def _count_ahead(patch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list to which the ids of micro-batches of nothing but drafts will be appended."""
-    found, own = list[int](), Scheduler._batch_ahead
-
-    def batch_ahead(scheduler: Scheduler, state: SchedulerState) -> MicroBatch | None:
-        batch = own(scheduler, state)
-        found.extend([batch.step_id] if batch else [])
-        return batch
-
-    patch.setattr(Scheduler, "_batch_ahead", batch_ahead)
-    return found
 
 
 Answer = tuple[Values, FinishReason | None, tuple[tuple[int, ...], ...]]  # with the experts of all tokens in the order of layers
@@ -141,10 +127,10 @@ def test_the_same_answers_with_and_without(
     expected = _answers(folders[kind], plan, _scheduler(plan, budget, None))
     scheduler = _scheduler(plan, budget, config)
     with pytest.MonkeyPatch.context() as patch:
-        num_ahead = _count_ahead(patch)
+        ahead = count_ahead(patch)
         _guess_from(patch, expected, share)
         assert _answers(folders[kind], plan, scheduler) == expected
-    assert num_ahead, "the last sequences leave stages idle"
+    assert ahead, "the last sequences leave stages idle"
     counts = scheduler.draft_counts
     assert counts.num_draft_tokens > 0
     if share == 1.0:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tramontane.proto.step import MicroBatch
+from tramontane.router.scheduling.policy import SchedulerState
+from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.speculation import speculation_state
 from tramontane.router.speculation.speculation_state import AcceptanceEstimate
 
@@ -36,3 +39,16 @@ def guess(
     if always:
         patch.setattr(AcceptanceEstimate, "num_worthwhile", lambda _, break_even, most: 0 if break_even >= 1 else max(most, 0))
         patch.setattr(AcceptanceEstimate, "num_likely", lambda _, probability: 0 if probability >= 1 else 2**30)
+
+
+def count_ahead(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which the ids of micro-batches of nothing but drafts will be appended."""
+    found, own = list[int](), Scheduler._batch_ahead
+
+    def batch_ahead(scheduler: Scheduler, state: SchedulerState) -> MicroBatch | None:
+        batch = own(scheduler, state)
+        found.extend([batch.step_id] if batch else [])
+        return batch
+
+    patch.setattr(Scheduler, "_batch_ahead", batch_ahead)
+    return found
