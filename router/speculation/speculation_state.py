@@ -62,7 +62,6 @@ class SpeculationState:
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
         self._drafter = NgramDrafter(self._tokens, config.prompt_lookup_min, config.prompt_lookup_max)
         self._draft: tuple[int, ...] = ()  # of the tokens after ``_tokens``
-        self._num_asked = 0  # drafts that the drafter was asked for since the last token came
         self.num_ahead = 0
         self.acceptance = AcceptanceEstimate()
 
@@ -75,7 +74,6 @@ class SpeculationState:
         is_submitted = is_right and len(new) <= self.num_ahead
         self.num_ahead = self.num_ahead - len(new) if is_submitted else 0
         self._draft = self._draft[len(new) :] if is_submitted else ()
-        self._num_asked = 0
         return is_submitted
 
     def index(self, max_tokens: int) -> int:
@@ -99,8 +97,7 @@ class SpeculationState:
 
     def _drafts(self, num_tokens: int) -> tuple[int, ...]:
         """Return up to so many drafts after the text. Those in flight stay, so that others can only follow where they agree."""
-        if num_tokens > self._num_asked:
-            self._num_asked = num_tokens
+        if num_tokens > len(self._draft):
             fresh = self._drafter.draft(num_tokens)
             if fresh[: self.num_ahead] == self._draft[: self.num_ahead]:
                 self._draft = fresh
