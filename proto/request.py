@@ -185,6 +185,9 @@ class TokenEvent(NamedTuple):
     finish: FinishReason | None = None
 
 
+SequenceDrafts = tuple[int, int, int]  # a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones
+
+
 class ExpertChoices(NamedTuple):
     """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of highest weight first.
 
@@ -255,9 +258,8 @@ class RequestOutput(NamedTuple):
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()  # likewise, of all tokens up to the last one in ``events``
     fingerprint: str = ""  # of the pipeline that makes these tokens and those that follow; "" if no other than before
-    # Tokens of prompts that were cached, of those sequences whose first token is in ``events``. Each prompt counts once, however
-    # many sequences have it.
-    num_cached: int = 0
+    num_cached: int = 0  # tokens of prompts that were cached, of sequences whose first is in ``events``; each prompt counts once
+    drafts: tuple[SequenceDrafts, ...] = ()  # of sequences in ``events``, with their first even if there were none
 
     @property
     def num_values(self) -> int:

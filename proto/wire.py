@@ -165,8 +165,8 @@ def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> t
     """Return the short form of an output, or None if it has more than one token, the end of a sequence or an error."""
     if isinstance(output, errors.TramontaneError):
         return None
-    events, times, experts, logprobs, fingerprint, num_cached = output
-    if len(events) != 1 or events[0][2] is not None or experts or logprobs or fingerprint or num_cached:
+    events, times, experts, logprobs, fingerprint, num_cached, drafts = output
+    if len(events) != 1 or events[0][2] is not None or experts or logprobs or fingerprint or num_cached or drafts:
         return None
     return (number, *events[0][:2], *times)
 
@@ -174,7 +174,7 @@ def _one_token(number: int, output: RequestOutput | errors.TramontaneError) -> t
 def _output_of_one(seq_id: int, token_id: int, *times: float) -> RequestOutput:
     """Return the output of a short form; ``tuple.__new__`` takes half of what calling the classes takes."""
     event = _new(TokenEvent, (seq_id, token_id, None))
-    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), (), "", 0))
+    output: RequestOutput = _new(RequestOutput, ((event,), _new(RequestTimings, times), (), (), "", 0, ()))
     return output
 
 
@@ -183,14 +183,14 @@ def _output_fields(output: RequestOutput | errors.TramontaneError) -> Any:  # no
         return _error_kind(output), str(output)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in output.events]
     times = (output.times.queue_s, output.times.prefill_s, output.times.decode_s)
-    return events, times, output.experts, output.logprobs, output.fingerprint, output.num_cached
+    return events, times, output.experts, output.logprobs, output.fingerprint, output.num_cached, output.drafts
 
 
 def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: ANN401
     if isinstance(fields[0], str):
         kind, message = fields
         return ERROR_KINDS[kind](message)
-    events, times, experts, logprobs, fingerprint, num_cached = fields
+    events, times, experts, logprobs, fingerprint, num_cached, drafts = fields
     return RequestOutput(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
         RequestTimings(*times),
@@ -198,6 +198,7 @@ def _output(*fields: Any) -> RequestOutput | errors.TramontaneError:  # noqa: AN
         _logprobs(logprobs),
         fingerprint,
         num_cached,
+        drafts,
     )
 
 

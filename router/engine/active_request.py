@@ -11,7 +11,15 @@ from itertools import repeat
 from typing import Generic, TypeVar
 
 from tramontane.proto.errors import PipelineError, PoisonRequestError
-from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, RequestOutput, RequestTimings, TokenEvent
+from tramontane.proto.request import (
+    NUM_PRIORITIES,
+    ExpertChoices,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceDrafts,
+    TokenEvent,
+)
 from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
@@ -54,9 +62,12 @@ class PositionBuffer(Generic[T]):
 
 
 class ActiveRequest:
-    """The sequences of a request, its timestamps by the router's clock, and where its output goes."""
+    """The sequences of a request, its timestamps by the router's clock, and where its output goes.
 
-    def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
+    ``counts_drafts``: whether the router speculates, so that outputs say how many drafts were right.
+    """
+
+    def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float, *, counts_drafts: bool = False) -> None:
         self.sink = sink
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
         self._sequences = list(sequences)
@@ -67,6 +78,8 @@ class ActiveRequest:
         self.last_token_at = now if is_resumed else math.inf
         self._num_cached: dict[int, int] = {}  # tokens of prompts that were cached, by seq_id, until its first token
         self._counts_prompt = {s.seq_id for s in {id(s.prompt_ids): s for s in reversed(sequences)}.values() if not s.output_ids}
+        self._counts_drafts = counts_drafts
+        self._sent_drafts: dict[int, tuple[int, int]] = {}  # drafts and right ones, by sequence, of all outputs so far
         self._experts = PositionBuffer[ExpertChoices]()
         self._logprobs = PositionBuffer[Logprobs]()
         for index, sequence in enumerate(sequences):
@@ -97,7 +110,20 @@ class ActiveRequest:
         own = tuple(map(tuple.__new__, repeat(TokenEvent), fields))  # half of what calling TokenEvent takes
         cached = sum(self._num_cached.pop(seq_id, 0) for seq_id, _, _ in events) if self._num_cached else 0
         experts, logprobs = self._experts.take(own, self._num_known), self._logprobs.take(own, self._num_known)
-        self.sink(RequestOutput(own, self._times(now), experts, logprobs, num_cached=cached))
+        drafts = self._take_drafts(own) if self._counts_drafts else ()
+        self.sink(RequestOutput(own, self._times(now), experts, logprobs, num_cached=cached, drafts=drafts))
+
+    def _take_drafts(self, events: Iterable[TokenEvent]) -> tuple[SequenceDrafts, ...]:
+        """Return the drafts of these events' sequences since the outputs before; of a sequence's first output even if none."""
+        found: list[SequenceDrafts] = []
+        for index in {event.seq_id: None for event in events}:
+            sequence, sent = self._sequences[index], self._sent_drafts.get(index)
+            counts = sequence.num_draft_tokens, sequence.num_right_drafts
+            if counts != sent:
+                self._sent_drafts[index] = counts
+                num_drafts, num_right = sent or (0, 0)
+                found.append((index, counts[0] - num_drafts, counts[1] - num_right))
+        return tuple(found)
 
     def _num_known(self, index: int) -> int:
         return self._sequences[index].num_known

@@ -50,6 +50,7 @@ class OutputQueue:
         self._parts: list[RequestOutput] = []  # of an output whose last part has not arrived
         self._fingerprint = ""  # if it is new
         self._num_cached = 0
+        self._drafts: dict[int, tuple[int, int]] = {}  # drafts and right ones, by sequence
         self._error: TramontaneError | None = None
         self._filled = asyncio.Event()
 
@@ -67,6 +68,9 @@ class OutputQueue:
                 self._logprobs += part.logprobs
             self._parts.clear()
             self._num_cached += item.num_cached
+            for seq_id, num_drafts, num_right in item.drafts:
+                before = self._drafts.get(seq_id, (0, 0))
+                self._drafts[seq_id] = before[0] + num_drafts, before[1] + num_right
             self._times = item.times
         else:
             self._error = item
@@ -86,7 +90,9 @@ class OutputQueue:
         fields = iter(self._events)
         events = tuple(map(TokenEvent._make, zip(fields, fields, fields, strict=True)))
         extras = tuple(self._experts), tuple(self._logprobs)
-        output = RequestOutput(events, times, *extras, self._fingerprint, self._num_cached)
+        drafts = tuple((seq_id, *counts) for seq_id, counts in self._drafts.items())
+        output = RequestOutput(events, times, *extras, self._fingerprint, self._num_cached, drafts)
+        self._drafts = {}
         self._events, self._times, self._experts, self._logprobs, self._fingerprint, self._num_cached = [], None, [], [], "", 0
         return output
 
@@ -140,4 +146,5 @@ def remap_seq_ids(batch: RequestOutput, numbers: Sequence[int]) -> RequestOutput
         events=tuple(event._replace(seq_id=numbers[event.seq_id]) for event in batch.events),
         experts=tuple(choices._replace(seq_id=numbers[choices.seq_id]) for choices in batch.experts),
         logprobs=tuple(logprobs._replace(seq_id=numbers[logprobs.seq_id]) for logprobs in batch.logprobs),
+        drafts=tuple((numbers[seq_id], num_drafts, num_right) for seq_id, num_drafts, num_right in batch.drafts),
     )

@@ -228,7 +228,7 @@ class Router:
             self.scheduler.validate(sequence)
         if not any(spec.already_admitted or spec.output_ids for spec in specs):  # else another router had accepted it
             self._check_overload(sequences)
-        request = ActiveRequest(sequences, sink, self._clock())
+        request = ActiveRequest(sequences, sink, self._clock(), counts_drafts=self.scheduler.limits.speculative is not None)
         if self.scheduler.is_idle and self.health.is_fenced:
             self.health.record_progress()
         for sequence in sequences:

@@ -99,7 +99,11 @@ class ResultApplier:
             self.draft_counts.num_drafts += count > num_known
             self.draft_counts.num_draft_tokens += count - num_known
             self.draft_counts.num_accepted_tokens += max(len(tokens) - num_known, 0)
-            accepted += self._apply(sequence, tokens, finished.get(sequence.seq_id))
+            own = self._apply(sequence, tokens, finished.get(sequence.seq_id))
+            sequence.num_draft_tokens += count - num_known
+            if own:  # drafts after the end are not right
+                sequence.num_right_drafts += min(len(tokens) - 1, len(own)) + 1 - num_known
+            accepted += own
         return accepted
 
     def _apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:

@@ -49,6 +49,8 @@ class Sequence:
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0
     speculation: SpeculationState | None = None  # once it decodes, where there is speculation
+    num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
+    num_right_drafts: int = 0  # of these, those that became its tokens
     num_skipped: int = 0  # micro-batches that took more urgent prompts while this was the oldest less urgent one
 
     def __post_init__(self) -> None:

@@ -78,8 +78,9 @@ results = st.builds(
     StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended
 )
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
+drafts = st.lists(st.tuples(ids, ids, ids), max_size=3).map(tuple)
 tokens = st.builds(
-    RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs, st.text(max_size=9), ids
+    RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs, st.text(max_size=9), ids, drafts
 )
 
 

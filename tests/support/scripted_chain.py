@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import ExpertChoices, Logprobs
-from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch, StepResult
 
 PAGE_SIZE = 16
 Gate = Callable[[MicroBatch], Awaitable[None]]
@@ -48,6 +48,20 @@ class ScriptedChain:
         await self.gate(batch)
         self._in_flight -= 1
         return StepResult(batch.epoch, batch.step_id, (7,) * len(batch.sampled_seq_ids), ())
+
+
+class VerifyingChain(ScriptedChain):
+    """A chain that samples token 7, but none from the rows of drafts after a wrong one."""
+
+    async def _run(self, batch: MicroBatch) -> StepResult:
+        result = await super()._run(batch)
+        num_first = len(result.token_ids) - len(batch.decodes.seq_ids)
+        token_ids, before = list(result.token_ids[:num_first]), -1
+        for seq_id, draft in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
+            is_right = seq_id != before or (token_ids[-1] != NO_TOKEN and draft == 7)
+            token_ids.append(7 if is_right else NO_TOKEN)
+            before = seq_id
+        return replace(result, token_ids=tuple(token_ids))
 
 
 async def no_gate(_batch: MicroBatch) -> None:
