@@ -7,6 +7,7 @@ from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.client.messages import (
     Chunk,
+    CompletionTokensDetails,
     ModelInfo,
     Prompt,
     PromptTokensDetails,
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncClient",
     "Chunk",
     "Client",
+    "CompletionTokensDetails",
     "Job",
     "JobOptions",
     "JobState",

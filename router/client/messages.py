@@ -43,13 +43,22 @@ class PromptTokensDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionTokensDetails:
+    """Drafts of the new tokens: those that became tokens, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request."""
+    """Token counts of a request. ``completion_tokens_details`` are of servers that speculate."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +268,11 @@ def translate_errors(target: str, timeout_s: float | None) -> Generator[None]:
 
 
 def _usage(message: pb.Usage) -> Usage:
+    drafts, kinds = message.completion_tokens_details, None
+    if message.HasField("completion_tokens_details"):
+        kinds = CompletionTokensDetails(drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens)
     details = PromptTokensDetails(message.prompt_tokens_details.cached_tokens)
-    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens, details)
+    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens, details, kinds)
 
 
 def _timings(message: pb.Timings) -> Timings:

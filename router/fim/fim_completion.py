@@ -4,9 +4,9 @@ from typing import Any
 
 from tramontane.router.fim.fim_request import FimRequest
 from tramontane.router.openai.chat_completion import ChatCompletion
-from tramontane.router.openai.choice_text import ChoiceBuilder, make_detokenizer
+from tramontane.router.openai.choice_text import ChoiceBuilder, completion_grammar, make_detokenizer
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, CompletionChange
-from tramontane.router.openai.completion import Completion, completion_grammar
+from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.logprobs import chat_logprobs, merge_chat_logprobs
 from tramontane.router.openai.responses import AnswerMessage, ChatChoice
 from tramontane.router.openai.resume_state import ResumeState
@@ -27,7 +27,7 @@ class FimCompletion(ChatCompletion):
         """Tokenize and validate. Raises ParameterError for what can never run."""
         completion_request, state = request.as_completion(model.max_model_len), resume_state or ResumeState()
         texts = [make_detokenizer(model.tokenizer, completion_request) for _ in range(min(request.n, model.max_sequences))]
-        grammar = await completion_grammar(model, completion_request)
+        grammar = await completion_grammar(model.tokenizer, completion_request)
         builder = ChoiceBuilder(texts, chat_logprobs, merge_chat_logprobs, grammar, "fim", "chat.completion.chunk", ChatChunk)
         completion = await Completion.prepare(model, completion_request, arrived_at, builder, state)
         return cls(completion, request.n, has_begun=bool(state.choices))

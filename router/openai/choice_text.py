@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tramontane.proto.errors import UnsatisfiableSchemaError
+from tramontane.proto.errors import ParameterError, UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
 from tramontane.router.openai.resume_state import ChoiceState
+from tramontane.router.structured.answer_rules import Constraint
+from tramontane.router.structured.grammar import build_grammar
+from tramontane.router.structured.guided import answer_constraint
+from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.reasoning_parser import ReasoningParser, Split
 from tramontane.router.tokenization.stop_matcher import StopMatcher
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -242,6 +246,17 @@ def make_detokenizer(tokenizer: Tokenizer | None, request: CompletionRequest) ->
         stop_token_ids=request.stop_token_ids,
         includes_stop=request.include_stop_str_in_output,
     )
+
+
+async def completion_grammar(tokenizer: Tokenizer | None, request: CompletionRequest) -> str:
+    """Return the grammar of a completion's choices, empty if there is none. Raises ParameterError."""
+    constraint = answer_constraint(request)
+    if constraint is None:
+        return ""
+    if tokenizer is None:
+        name = constraint.where if isinstance(constraint, Constraint) else "response_format"
+        raise ParameterError(f"{name} needs text, and this model has no tokenizer", name)
+    return await run_in_grammar_pool(lambda: build_grammar(constraint, num_sequences=request.num_sequences))
 
 
 @dataclass(frozen=True, slots=True)

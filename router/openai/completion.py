@@ -7,23 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tramontane.proto.errors import ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput, RequestTimings, SequenceRequest
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
-from tramontane.router.openai.choice_text import ChoiceBuilder, make_detokenizer
+from tramontane.router.openai.choice_text import ChoiceBuilder, completion_grammar, make_detokenizer
 from tramontane.router.openai.chunks import CompletionChange
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, index_by_position, prompt_logprobs, prompt_tokens
 from tramontane.router.openai.responses import CompletionAnswer, CompletionChoice, Timings, Usage
 from tramontane.router.openai.resume_state import ChoiceUpdate, ProgressCallback, ResumeState, no_progress
 from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_answer_size, validate_request
-from tramontane.router.structured.answer_rules import Constraint
-from tramontane.router.structured.grammar import build_grammar
-from tramontane.router.structured.guided import answer_constraint
-from tramontane.router.structured.validator import run_in_grammar_pool
 
 BYTES_PER_VALUE = 40  # of JSON, for one log-probability with its token; an expert id takes less
 BYTES_PER_TOKEN = 8  # of JSON, for a token of a prompt, as an id or as text
@@ -53,6 +48,7 @@ class Completion:
         }
         self._times: RequestTimings | None = None
         self._num_cached = 0  # tokens of prompts
+        self._drafts: tuple[int, int] | None = None  # those that are in the answer, and others; None without speculation
         self.change_bytes = self.answer_bytes = 0  # of JSON, about, of the last changes and of all, without generated text
         self._decoded_prompts: dict[int, str] = {}
         self._num_echoed: dict[int, int] = {}  # characters of the prompt in the text, by choice
@@ -76,7 +72,7 @@ class Completion:
         validate_answer_size(model, request, [len(ids) for ids in prompt_ids])
         if builder is None:
             texts = [make_detokenizer(model.tokenizer, request) for _ in range(request.num_sequences)]
-            builder = ChoiceBuilder(texts, grammar=await completion_grammar(model, request))
+            builder = ChoiceBuilder(texts, grammar=await completion_grammar(model.tokenizer, request))
         return cls(model, request, prompt_ids, arrived_at, builder, resume_state or ResumeState())
 
     def specs(self) -> list[SequenceRequest]:
@@ -186,7 +182,8 @@ class Completion:
         completion = sum(choice.num_tokens for choice in self._choices) if has_tokens else 0
         thoughts = [choice.num_reasoning_tokens for choice in self._choices if choice.num_reasoning_tokens is not None]
         cached = min(self._num_cached, prompt)  # a router that continues one of several choices may find their prompt again
-        return Usage.of(prompt, completion, cached, sum(thoughts) * has_tokens if thoughts else None)
+        drafts = self._drafts if has_tokens or self._drafts is None else (0, 0)
+        return Usage.of(prompt, completion, cached, sum(thoughts) * has_tokens if thoughts else None, drafts)
 
     @property
     def timings(self) -> Timings:
@@ -221,6 +218,7 @@ class Completion:
             own_texts.append(choice.push(event, score))
             own_ids.append(event.token_id)
         self._new_token_ids = token_ids
+        self._count_drafts(batch, token_ids)
         firsts = texts.keys() - yielded
         changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
         if self._request.logprobs is not None or self._request.prompt_logprobs is not None:
@@ -229,6 +227,14 @@ class Completion:
         if self._request.return_experts:
             self._add_experts(changes, batch.experts)
         return changes
+
+    def _count_drafts(self, batch: RequestOutput, taken: Mapping[int, Sequence[int]]) -> None:
+        """Count the drafts of choices that have taken tokens of this batch. Right ones after a stop string count as wrong."""
+        for index, num_drafts, num_right in batch.drafts:
+            if index in taken:  # else it had finished
+                num_accepted = min(num_right, len(taken[index]))
+                accepted, rejected = self._drafts or (0, 0)
+                self._drafts = accepted + num_accepted, rejected + num_drafts - num_accepted
 
     def _change(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> CompletionChange:
         finish = self._choices[index].finish
@@ -287,14 +293,3 @@ class Completion:
         if prompt not in self._decoded_prompts:  # all choices repeat it
             self._decoded_prompts[prompt] = self._model.tokenizer.decode(given) if self._model.tokenizer else ""
         return self._decoded_prompts[prompt]
-
-
-async def completion_grammar(model: ServedModel, request: CompletionRequest) -> str:
-    """Return the grammar of a completion's choices, empty if there is none. Raises ParameterError."""
-    constraint = answer_constraint(request)
-    if constraint is None:
-        return ""
-    if model.tokenizer is None:
-        name = constraint.where if isinstance(constraint, Constraint) else "response_format"
-        raise ParameterError(f"{name} needs text, and this model has no tokenizer", name)
-    return await run_in_grammar_pool(lambda: build_grammar(constraint, num_sequences=request.num_sequences))

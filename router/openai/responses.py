@@ -75,9 +75,15 @@ def _as_json(value: Any) -> Any:  # noqa: ANN401
 
 
 class CompletionTokensDetails(Answer):
-    """Kinds of the new tokens. ``reasoning_tokens``: those of thoughts, their markers included."""
+    """Kinds of the new tokens. ``reasoning_tokens``: those of thoughts, their markers included.
 
-    reasoning_tokens: int
+    Of servers that speculate, ``accepted_prediction_tokens`` were drafted; ``rejected_prediction_tokens`` are drafts that are not
+    among the new tokens.
+    """
+
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class PromptTokensDetails(Answer):
@@ -89,7 +95,7 @@ class PromptTokensDetails(Answer):
 class Usage(Answer):
     """Number of tokens. A prompt counts once, however many choices it has.
 
-    ``completion_tokens_details`` are of chats with models that think.
+    ``completion_tokens_details`` are of chats with models that think, and of servers that speculate.
     """
 
     prompt_tokens: int
@@ -99,16 +105,24 @@ class Usage(Answer):
     completion_tokens_details: CompletionTokensDetails | None = None
 
     @classmethod
-    def of(cls, num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None) -> "Usage":
-        """Return the usage of so many tokens. ``num_reasoning``: None where there are no thoughts."""
+    def of(
+        cls, num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None, drafts: tuple[int, int] | None
+    ) -> "Usage":
+        """Return the usage of so many tokens.
+
+        ``num_reasoning``: None where there are no thoughts. ``drafts``: accepted and rejected; None without speculation.
+        """
         usage = cls(
             prompt_tokens=num_prompt,
             completion_tokens=num_completion,
             total_tokens=num_prompt + num_completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
         )
-        if num_reasoning is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
+        kinds = {} if num_reasoning is None else {"reasoning_tokens": num_reasoning}
+        if drafts is not None:
+            kinds |= {"accepted_prediction_tokens": drafts[0], "rejected_prediction_tokens": drafts[1]}
+        if kinds:
+            usage.completion_tokens_details = CompletionTokensDetails(**kinds)
         return usage
 
 

@@ -41,6 +41,7 @@ class ScriptedSource:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.fingerprint = ""  # of the pipeline
         self.num_cached = 0  # tokens of the prompt
+        self.drafts: tuple[int, int] | None = None  # with each token: how many, and the right ones; None without speculation
         self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
         self.requested: list[Sequence[SequenceRequest]] = []
 
@@ -59,7 +60,9 @@ class ScriptedSource:
             events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
             logprobs = [self._logprobs(specs[index], index, step) for index in running]
             fingerprint, num_cached = ("", 0) if step else (self.fingerprint, self.num_cached)
-            yield RequestOutput(events, TIMES, (), tuple(each for each in logprobs if each is not None), fingerprint, num_cached)
+            scores = tuple(each for each in logprobs if each is not None)
+            drafts = () if self.drafts is None else tuple((index, *self.drafts) for index in running)
+            yield RequestOutput(events, TIMES, (), scores, fingerprint, num_cached, drafts)
 
     def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
         finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP

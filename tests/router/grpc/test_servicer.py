@@ -16,10 +16,11 @@ from fake_job_service import NEW, FakeJobService, OneKey, some_lines
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
-from scripted_chain import ScriptedChain, no_gate
+from guessing_drafter import guess
+from scripted_chain import VerifyingChain, no_gate
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.client import AsyncClient, Client, RetryPolicy
+from tramontane.client import AsyncClient, Client, CompletionTokensDetails, RetryPolicy
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
@@ -39,7 +40,7 @@ from tramontane.proto.errors import (
 )
 from tramontane.proto.inference_pb2_grpc import InferenceStub
 from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
-from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass
 from tramontane.proto.request import FinishReason, Identity
 from tramontane.proto.step import MicroBatch
 from tramontane.router.client.messages import generate_request
@@ -100,9 +101,15 @@ async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
 
 
 @asynccontextmanager
-async def _harness(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[Harness]:  # noqa: ANN401
-    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs, reuses_prefixes=True)
-    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
+async def _harness(
+    gate: Gate = no_gate,
+    max_queued_seqs: int = 8,
+    key: str | None = None,
+    speculative: SpeculativeConfig | None = None,
+    **more: Any,  # noqa: ANN401
+) -> AsyncIterator[Harness]:
+    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs, reuses_prefixes=True, speculative=speculative)
+    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), VerifyingChain(gate))
     running = asyncio.create_task(router.run())
     jobs = FakeJobService()
     servicer = GrpcServicer(MODEL, router, **{"jobs": lambda _tenant: jobs} | more)
@@ -202,6 +209,28 @@ def test_cached_tokens_are_those_of_the_callers_own_prompts() -> None:
                 )
                 responses = [response async for response in generating]
             assert responses[-1].usage.prompt_tokens_details.cached_tokens == 32
+
+    asyncio.run(scenario())
+
+
+def test_where_the_server_speculates_the_usage_says_how_many_drafts_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess(monkeypatch, lambda _: 7, 0.6)
+
+    async def scenario() -> None:
+        async with _harness(speculative=SpeculativeConfig(4, 1, 3)) as harness:
+            [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=60)]
+            assert last.usage is not None
+            counts = harness.router.scheduler.draft_counts
+            num_right, num_wrong = counts.num_accepted_tokens, counts.num_draft_tokens - counts.num_accepted_tokens
+            assert min(num_right, num_wrong) > 3
+            assert last.usage.completion_tokens_details == CompletionTokensDetails(num_right, num_wrong)
+            assert last.usage.completion_tokens == 60
+            score = await harness.client.score([5, 6, 7])
+            assert score.usage.completion_tokens_details == CompletionTokensDetails(0, 0)
+        async with _harness() as harness:
+            [*_, last] = [piece async for piece in harness.client.generate([5, 6], max_tokens=9)]
+            assert last.usage is not None
+            assert last.usage.completion_tokens_details is None
 
     asyncio.run(scenario())
 
