@@ -53,13 +53,20 @@ class ScriptedChain:
 class VerifyingChain(ScriptedChain):
     """A chain that samples token 7, but none from the rows of drafts after a wrong one."""
 
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.next_position: dict[int, int] = {}  # of each sequence's next token, once it has decoded
+
     async def _run(self, batch: MicroBatch) -> StepResult:
         result = await super()._run(batch)
         num_first = len(result.token_ids) - len(batch.decodes.seq_ids)
         token_ids, before = list(result.token_ids[:num_first]), -1
-        for seq_id, draft in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
-            is_right = seq_id != before or (token_ids[-1] != NO_TOKEN and draft == 7)
+        for seq_id, start, draft in zip(*batch.decodes[:3], strict=True):
+            is_known = seq_id != before and not batch.decodes.is_ahead
+            is_right = is_known or (self.next_position.get(seq_id) == start and draft == 7)
             token_ids.append(7 if is_right else NO_TOKEN)
+            if is_right:
+                self.next_position[seq_id] = start + 1
             before = seq_id
         return replace(result, token_ids=tuple(token_ids))
 

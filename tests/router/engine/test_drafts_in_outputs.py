@@ -30,7 +30,7 @@ from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
 TIMES = RequestTimings(0.5, 0.25, 0.125)
-CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),))
+CACHE = CachePlan(PAGE_SIZE, (WindowClass(None, 16, 64),), 19)
 FOUR = SpeculativeConfig(4, 1, 3)
 
 

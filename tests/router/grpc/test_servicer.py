@@ -61,7 +61,7 @@ from tramontane.router.tokenization.fim import encode_fim
 
 CONTEXT = 256
 MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
-CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),), 1)
 SHORT_RETRY = RetryPolicy(total_s=30, retry_s=0.01)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
