@@ -126,12 +126,17 @@ def _speculation(
     repeating: float = 1.8,
     random: float = 0.98,
     many: float = 0.98,
+    loop: float = 1.8,
+    peer: float = 1.0,
     different: int = 0,
+    missing: int = 0,
 ) -> Patches:
-    def run(self: Any, _rounds: int, _num_drafts: int) -> None:  # noqa: ANN401
-        for work, figure in ((bench.REPEATING, repeating), (bench.RANDOM, random), (bench.MANY, many)):
+    def run(self: Any, _rounds: int, _num_drafts: int, _peers: Any) -> None:  # noqa: ANN401
+        for work, figure in ((bench.REPEATING, repeating), (bench.RANDOM, random), (bench.MANY, many), (bench.LOOP, loop)):
             self.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
+        self.tokens_per_s[bench.LOOP][bench.PEER] = [loop / peer]
         self.different += ["some"] * different
+        self.missing |= dict.fromkeys(range(missing), "gone")
 
     return {"Bench": type("Measured", (bench.Bench,), {"run": run})}
 
@@ -409,7 +414,13 @@ CASES = {
             *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
         ],
     ),
-    "speculation": Case(_speculation, [{"repeating": 1.79}, {"random": 0.97}, {"many": 0.97}, {"different": 1}]),
+    "speculation": Case(
+        _speculation,
+        [
+            *({"repeating": 1.79}, {"random": 0.97}, {"many": 0.97}, {"loop": 1.79}),
+            *({"peer": 0.99}, {"different": 1}, {"missing": 1}),
+        ],
+    ),
     "latent": Case(_latent, [{"ratio": 1.31}]),
     "shared_experts": Case(_shared_experts, [{"decode": 1.0}, {"chunks": 1.0}]),
     "windows": Case(_windows, [{"c": 1.01}, {"pytorch": 1.01}]),

@@ -137,9 +137,11 @@ class BalancedPolicy:
         """See ``Policy``: a stage that would wait computes drafts, and what comes after them waits for it.
 
         Slowest stage 5 ms, through all of them 20 ms, with the ways between them. If the drafts are right, their sequences gain
-        20 ms; if not, the right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11.
+        20 ms; if not, the right tokens wait for them, 2.5 ms on average. That is even at 2.5 / (2.5 + 20) = 0.11. As many
+        sequences as stages keep these busy by themselves.
         """
-        if state.num_in_flight + state.num_ahead >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
+        num_busy = max(state.num_in_flight + state.num_ahead, state.num_decoding)
+        if num_busy >= self._stages_at_once or has_prompts(state) or not state.num_decoding:
             return NEVER
         if not self._cost.is_ready:
             return self._untrained.ahead_break_even(state)

@@ -80,7 +80,7 @@ class Bench:
         self.missing: dict[str, str] = {}
 
     def run(self, rounds: int, peers: list[str]) -> None:
-        folders = {name: self._checkpoint(name) for name in MODELS}
+        folders = {name: checkpoint(self._cache, name) for name in MODELS}
         for number in range(rounds):
             systems = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
             for name, folder in folders.items():
@@ -90,13 +90,6 @@ class Bench:
             for peer in peers:
                 self._console.print(f"round {number + 1} of {rounds}: {peer} ...", style="dim")
                 self._peer(peer, folders["SmolLM2-135M"], number)
-
-    def _checkpoint(self, name: str) -> Path:
-        folder = self._cache / name
-        if not folder.exists():
-            write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
-            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
-        return folder
 
     def _ours(self, name: str, folder: Path, system: str, number: int) -> None:
         settings = {"stages": 2, "threads_per_stage": 1, "dtype": DTYPE, "enable_prefix_caching": system == WITH}
@@ -137,6 +130,15 @@ class Bench:
         """Return the median of the rounds' ratios of seconds; NaN if there is none."""
         pairs = zip(self.seconds[work][system], self.seconds[work][against], strict=False)
         return statistics.median([own / other for own, other in pairs] or [float("nan")])
+
+
+def checkpoint(cache: Path, name: str) -> Path:
+    """Return the folder of a random model with the demo model's tokenizer, made at first use."""
+    folder = cache / name
+    if not folder.exists():
+        write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
+        shutil.copy(DEMO_MODEL / "tokenizer.model", folder)
+    return folder
 
 
 def chat(llm: LLM, turns: int, seed: int) -> tuple[float, float]:

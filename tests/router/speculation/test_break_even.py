@@ -89,3 +89,33 @@ def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(monkey
     for rows in (4, 9):
         policy.observe(BatchBudget(4, 0, spread=2, round_s=1.0), BatchWork(0, 0, rows, 100), [StageTiming(0, 0.0, BASE_S, rows)])
     assert observed == [2, 0]
+
+
+IN_FLIGHT = replace(ALONE, num_in_flight=1, num_ready=0, ready_keys=())
+
+
+def test_drafts_go_ahead_where_fewer_streams_than_stages_leave_these_idle() -> None:
+    for policy in (FixedInFlightPolicy(4, 64), BalancedPolicy(4, 64), _trained(4)):
+        assert policy.ahead_break_even(IN_FLIGHT) < 1
+        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=2)) < 1
+        assert policy.ahead_break_even(replace(IN_FLIGHT, num_ahead=3)) == NEVER, "every stage has one"
+        assert policy.ahead_break_even(replace(IN_FLIGHT, pending_tokens=5)) == NEVER
+        assert policy.ahead_break_even(replace(IN_FLIGHT, waiting_tokens=5)) == NEVER
+    assert BalancedPolicy(4, 64, stages_at_once=1).ahead_break_even(IN_FLIGHT) == NEVER, "stages take turns"
+    assert _trained(1).ahead_break_even(IN_FLIGHT) == NEVER
+    for policy in (BalancedPolicy(4, 64), _trained(4)):
+        assert policy.ahead_break_even(replace(IN_FLIGHT, num_decoding=3)) < 1
+        assert policy.ahead_break_even(replace(IN_FLIGHT, num_decoding=4)) == NEVER
+
+
+@pytest.mark.parametrize("num_stages", [2, 8])
+@pytest.mark.parametrize("hop_s", [0.0, 5e-3])
+def test_the_longer_the_way_the_less_likely_drafts_ahead_have_to_be_right(num_stages: int, hop_s: float) -> None:
+    """Half of a stage's time is at stake, against the whole way. Waiting for a stage now and then does not make it longer."""
+    busy, policy = BASE_S + ROW_S, BalancedPolicy(num_stages, 512)
+    for step in range(100):
+        waits = 0.2 if step % 5 else 0.0
+        timings = [StageTiming(n, step + n * (busy + hop_s + waits), busy, 1) for n in range(num_stages)]
+        policy.observe(BatchBudget(1, 0), BatchWork(0, 0, 1, 100), timings)
+    way = num_stages * busy + (num_stages - 1) * hop_s
+    assert policy.ahead_break_even(IN_FLIGHT) == pytest.approx(max(busy / (busy + 2 * way), MIN_BREAK_EVEN), rel=0.06)
