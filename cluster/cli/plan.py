@@ -35,7 +35,7 @@ from tramontane.proto.presets import PRESETS
 
 MAX_GPUS = 2**14
 KEYS = (
-    *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size"),
+    *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size", "speculative_config"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
@@ -188,7 +188,7 @@ def _show(
     console: Console, model: str, args: ModelArgs, plan: PipelinePlan, budgets: tuple[StageBudget, ...], times: Sequence[float]
 ) -> None:
     has_windows = any(args.windows)
-    capacities = [stage_capacity(stage, budget, plan.cache.page_size) for stage, budget in zip(plan.stages, budgets, strict=True)]
+    capacities = [stage_capacity(stage, budget) for stage, budget in zip(plan.stages, budgets, strict=True)]
     lengths = [f"{each.length // 1024}k" for each in capacities[0]]
     table = Table("stage", "layers", "GiB", "weights", "cache", *lengths)
     for stage, budget, row in zip(plan.stages, budgets, capacities, strict=True):

@@ -24,13 +24,14 @@ class CapacityRow:
     num_seqs_without_windows: int
 
 
-def stage_capacity(stage: StagePlan, budget: StageBudget, page_size: int) -> list[CapacityRow]:
+def stage_capacity(stage: StagePlan, budget: StageBudget) -> list[CapacityRow]:
     """Return one row per length of LENGTHS, up to the model's context."""
-    args, free = stage.args, budget.usable - stage.packed_bytes
+    args, free, page_size = stage.args, budget.usable - stage.packed_bytes, stage.cache.page_size
     page_bytes = {layer: kv_bytes_per_position(args, stage.dtype, layer) * page_size for layer in stage.layers}
 
     def count(length: int, windows: Sequence[int | None]) -> int:
-        return free // sum(ring_pages(windows[layer], page_size, length) * size for layer, size in page_bytes.items())
+        rings = {window: ring_pages(window, page_size, length, stage.cache.num_drafts) for window in set(windows)}
+        return free // sum(rings[windows[layer]] * size for layer, size in page_bytes.items())
 
     no_windows = (None,) * args.n_layers
     lengths = [length for length in LENGTHS if length <= args.max_seq_len]
@@ -162,7 +163,7 @@ def plan_as_data(
                 "cache_bytes": stage.cache_bytes,
                 "sequences": [
                     {"tokens": row.length, "num_seqs": row.num_seqs, "num_seqs_without_windows": row.num_seqs_without_windows}
-                    for row in stage_capacity(stage, budget, plan.cache.page_size)
+                    for row in stage_capacity(stage, budget)
                 ],
             }
             for stage, budget, time in zip(plan.stages, budgets, times, strict=True)

@@ -438,6 +438,19 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+def test_drafts_make_rings_longer_and_sequences_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    """W = 4096, P = 16: 257 pages, and 47 drafts after a token make them 260."""
+    drafts = '{"num_speculative_tokens": 5}'
+    without, drafted = (
+        _planned(capsys, "mistral-7b-v0.1", "24GiB", gpus=1, max_num_seqs=512, speculative_config=config)
+        for config in (None, drafts)
+    )
+    assert [each["pages"][0]["ring_pages"] for each in (without, drafted)] == [257, 260]
+    longest, most = ([stage["sequences"][-1]["num_seqs"] for stage in each["stages"]] for each in (without, drafted))
+    assert [num * 257 // 260 for num in longest] <= most <= longest
+    assert without["sequences"][-1]["num_seqs"] > drafted["sequences"][-1]["num_seqs"]
+
+
 @pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])
 def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Promised one after the other, as the router does it."""
