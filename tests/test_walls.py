@@ -36,6 +36,7 @@ PACKAGES: dict[str, set[str]] = {
         *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
         *("workers.model", "workers.sampling", "workers.weights"),
     },
+    "workers.drafting": {"proto", "workers.stage"},
     "router.speculation": {"proto"},
     "router.scheduling": {"proto", "router.speculation"},
     "router.tokenization": {"proto"},
