@@ -166,7 +166,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     calls=CALLS,
     page_size=st.sampled_from([1, 4, 16]),
@@ -192,6 +192,73 @@ def test_drafts_are_those_of_a_fresh_model(
             caller.call(wanted, ended)
 
 
+# ---- what is computed
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
+    """The micro-batches of all workers."""
+    recorded: list[MicroBatch] = []
+    step = StageWorker.step
+
+    def record(worker: StageWorker, batch: MicroBatch, incoming: None) -> Outcome:
+        recorded.append(batch)
+        return step(worker, batch, incoming)
+
+    monkeypatch.setattr(StageWorker, "step", record)
+    return recorded
+
+
+def _first_starts(batches: Sequence[MicroBatch]) -> list[int]:
+    first = batches[0]
+    return [*(chunk.start for chunk in first.chunks), *first.decodes.starts]
+
+
+def test_micro_batches_are_bounded(batches: list[MicroBatch]) -> None:
+    model = DraftModel(_worker(_plan("window")))
+    model.draft([_begin(i, random_ids(200, i)) for i in range(4)])
+    assert [batch.num_tokens for batch in batches] == [512, 290, 4, 2]
+    batches.clear()
+    model.draft([_continue(i, 203, random_ids(i, i)) for i in range(4)])
+    assert [(len(batch.chunks), len(batch.decodes.seq_ids)) for batch in batches] == [(3, 1), (0, 4), (0, 4)]
+    assert _first_starts(batches) == [202, 202, 202, 202], "the cache has all but the last draft"
+
+
+@pytest.mark.parametrize(("num_kept", "start"), [(18, 17), (17, 17), (15, 15), (14, 0), (3, 0)])
+def test_what_goes_back_further_than_the_ring_begins_again(batches: list[MicroBatch], num_kept: int, start: int) -> None:
+    """A window of 8, and three pages of 4: of 17 tokens the positions from 8 on remain, which position 15 sees."""
+    model = _tiny()
+    model.draft([_begin(0, random_ids(15, 0))])
+    batches.clear()
+    model.draft([_continue(0, num_kept)])
+    assert _first_starts(batches) == [start]
+
+
+@pytest.mark.parametrize(("num_kept", "start"), [(15, 15), (12, 0)])
+def test_tokens_that_were_taken_back_have_taken_pages(batches: list[MicroBatch], num_kept: int, start: int) -> None:
+    """Of 16 tokens alone the positions from 4 on would remain; a 17th was there before."""
+    model = _tiny()
+    model.draft([_begin(0, random_ids(15, 0))])
+    model.draft([_continue(0, 15, num_tokens=1)])
+    batches.clear()
+    model.draft([_continue(0, num_kept)])
+    assert _first_starts(batches) == [start]
+
+
+def test_pages_are_new_once_and_ended_sequences_freed(batches: list[MicroBatch]) -> None:
+    model = _tiny(max_num_seqs=1)
+    model.draft([_begin(0, random_ids(6, 0), 4)])
+    assert [batch.chunks[0].new_pages if batch.chunks else batch.decodes.new_pages for batch in batches] == [
+        ((0, 1),),
+        *[(), (), ((0, ((2,),)),)],
+    ]
+    batches.clear()
+    model.draft([], ended=[0])
+    model.draft([_begin(0, random_ids(19, 0), 2)])
+    assert [batch.freed_seq_ids for batch in batches] == [(0,), ()]
+    assert batches[0].chunks[0].new_pages == ((2, 0, 1),), "of the pages 0 to 4 the last three"
+
+
 # ---- what is held
 
 
@@ -202,6 +269,13 @@ def test_a_sequence_that_is_not_held_so_far_has_no_drafts() -> None:
     assert model.draft([_continue(0, 7)]) == [None], "it has three tokens and three drafts"
     assert model.draft([_continue(0, 6)]) != [None]
     assert model.draft([_continue(0, 6)], ended=[0, 5]) == [None]
+
+
+def test_a_sequence_begins_again_with_other_wishes() -> None:
+    model = _tiny()
+    greedy = model.draft([_begin(0)])
+    again = model.draft([_begin(0)._replace(sampling=SEEDED), _begin(1)._replace(sampling=SEEDED)])
+    assert again[0] == again[1] != greedy[0]
 
 
 def test_the_least_recently_used_sequence_makes_room() -> None:
@@ -267,23 +341,6 @@ def test_nothing_is_computed_for_no_drafts() -> None:
     assert model.draft([_begin(0, (1, 2, 3), 0)]) == [()]
     assert model.draft([_continue(0, 3, (), 2)], ended=[7]) == model.draft([_begin(1, (1, 2, 3), 2)])
     assert model.draft([]) == []
-
-
-def test_micro_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[MicroBatch] = []
-    step = StageWorker.step
-
-    def record(worker: StageWorker, batch: MicroBatch, incoming: None) -> Outcome:
-        batches.append(batch)
-        return step(worker, batch, incoming)
-
-    monkeypatch.setattr(StageWorker, "step", record)
-    model = DraftModel(_worker(_plan("window")))
-    model.draft([_begin(i, random_ids(200, i)) for i in range(4)])
-    assert [batch.num_tokens for batch in batches] == [512, 290, 4, 2]
-    batches.clear()
-    model.draft([_continue(i, 203, random_ids(i, i)) for i in range(4)])
-    assert [(len(batch.chunks), len(batch.decodes.seq_ids)) for batch in batches] == [(3, 1), (0, 4), (0, 4)]
 
 
 def test_a_plan_with_too_few_pages_is_refused() -> None:
