@@ -36,8 +36,8 @@ def _worker(plan: PipelinePlan) -> StageWorker:
     return split_model(random_model(plan.args), plan)[0]
 
 
-def _tiny(max_num_seqs: int = 2, **changes: int) -> DraftModel:
-    return DraftModel(_worker(tiny_plan(TINY, 1, 4, max_num_seqs, **changes)))
+def _tiny(max_num_seqs: int = 2, page_size: int = 4, **changes: int) -> DraftModel:
+    return DraftModel(_worker(tiny_plan(TINY, 1, page_size, max_num_seqs, **changes)))
 
 
 def _begin(seq_id: int, token_ids: Sequence[int] = (1, 2, 3), num_tokens: int = 3) -> DraftRequest:
@@ -229,6 +229,18 @@ def test_what_goes_back_further_than_the_ring_begins_again(batches: list[MicroBa
     """A window of 8, and three pages of 4: of 17 tokens the positions from 8 on remain, which position 15 sees."""
     model = _tiny()
     model.draft([_begin(0, random_ids(15, 0))])
+    batches.clear()
+    model.draft([_continue(0, num_kept)])
+    assert _first_starts(batches) == [start]
+
+
+@pytest.mark.parametrize(("page_size", "num_tokens", "num_kept", "start"), [(4, 5, 3, 3), (1, 7, 8, 8), (1, 7, 7, 0)])
+def test_a_short_text_is_kept_from_its_first_token_on(
+    batches: list[MicroBatch], page_size: int, num_tokens: int, num_kept: int, start: int
+) -> None:
+    """Of 9 tokens on 8 pages of one token the first is lost, which position 7 sees."""
+    model = _tiny(page_size=page_size)
+    model.draft([_begin(0, random_ids(num_tokens, 0))])
     batches.clear()
     model.draft([_continue(0, num_kept)])
     assert _first_starts(batches) == [start]
