@@ -640,7 +640,7 @@ def test_a_scheduler_drafts_as_configured_and_rings_have_room_for_it() -> None:
     config = EngineConfig.build(None, {"speculative_config": '{"num_speculative_tokens": 17}'})
     here = Hardware(node_cpus=(8,), node_memory=(80 * GIB,))
     plans = [plan_pipeline(each, PRESETS["mistral-7b-v0.1"], here) for each in (EngineConfig(), config)]
-    assert [plan.cache.classes[0].ring_pages for plan in plans] == [257, 265], "4095 and 4238 positions before a token's own page"
+    assert [plan.cache.classes[0].ring_pages for plan in plans] == [257, 266], "4095 and 4238 positions before a token's own page"
     assert [make_scheduler(each, plans[1]).limits.speculative for each in (EngineConfig(), config)] == [
         None,
         SpeculativeConfig(17, 2, 5),
