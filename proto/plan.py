@@ -90,16 +90,18 @@ MAX_DRAFTED_STEPS = 8  # micro-batches of one sequence in flight at most that ha
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names: by n-grams of the text so far.
+    """How tokens are drafted, with vLLM's names: by n-grams of the text so far, or by a draft model.
 
     ``num_speculative_tokens``: drafts of a sequence in one micro-batch at most. ``prompt_lookup_min``, ``prompt_lookup_max``: how
     many of the last tokens must be found earlier in the text, and up to how many are compared to choose between several places.
+    ``model``: the draft model's folder.
     """
 
     num_speculative_tokens: int
     prompt_lookup_min: int
     prompt_lookup_max: int
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft_model"] = "ngram"
+    model: str = ""
 
     @property
     def max_drafts(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
 
 from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import DraftRequest, MicroBatch, StepResult
 
 
 class TokenSource(Protocol):
@@ -60,5 +60,16 @@ class StageChain(Protocol):
         """Make every stage forget its sequences; return the new epoch, the only one that stages accept from now on.
 
         Raises PipelineError if a stage cannot be reached or another router holds the lease.
+        """
+        ...
+
+
+class DraftPort(Protocol):
+    """A draft model, usually in another process."""
+
+    async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+        """Return drafts of each request, or None where the model does not have the sequence. Raises PipelineError.
+
+        Sequences in ``ended`` are forgotten first.
         """
         ...

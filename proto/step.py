@@ -87,6 +87,24 @@ class MicroBatch:
         return *(chunk.seq_id for chunk in self.chunks if chunk.needs_sample), *self.decodes.seq_ids
 
 
+# ---- to a draft model
+
+
+class DraftRequest(NamedTuple):
+    """Text of a sequence that is new to the draft model, and how many drafts are to follow it.
+
+    The text is the first ``num_kept`` tokens of the old text, and then ``token_ids``. The old text is that of the last call, with
+    the drafts that it returned. The draft model has 5 6 7 and has drafted 8 9: tokens 8 and 4 are right. That is ``num_kept`` 4,
+    ``token_ids`` (4,), the text 5 6 7 8 4.
+    """
+
+    seq_id: int  # of the router; unique for the life of the caller
+    num_kept: int  # 0 begins the sequence
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    sampling: SamplingParams  # penalties, biases, grammars and stop tokens have no effect on drafts
+
+
 # ---- from the stages
 
 

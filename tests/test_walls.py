@@ -36,11 +36,10 @@ PACKAGES: dict[str, set[str]] = {
         *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
         *("workers.model", "workers.sampling", "workers.weights"),
     },
-    "workers.drafting": {"proto", "workers.stage"},
     "router.speculation": {"proto"},
     "router.scheduling": {"proto", "router.speculation"},
     "router.tokenization": {"proto"},
-    "router.engine": {"proto", "router.scheduling"},
+    "router.engine": {"proto", "router.scheduling", "router.speculation"},
     "router.simulation": {"proto", "router.scheduling"},
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
@@ -75,7 +74,8 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cluster.pipeline": {
         *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.planning", "cluster.ray_internals"),
-        *("router.engine", "router.scheduling", "workers.device", "workers.sampling", "workers.stage", "workers.weights"),
+        *("router.engine", "router.scheduling", "router.tokenization"),
+        *("workers.device", "workers.sampling", "workers.stage", "workers.weights"),
     },
     "cluster.serving": {
         *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.http", "cluster.observability"),

@@ -7,13 +7,13 @@ from tramontane.cluster.config.engine_keys import ExpertKeys, PipelineKeys
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.ray_internals.accessors import kv_delete, kv_get, kv_put
 from tramontane.proto.model_folder import WeightSource
-from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan
+from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan, StagePlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Fingerprint
 
-# Suffixes of the names of a pipeline's actors; after the last two there is a number.
-SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = "-supervisor", "-stage-", "-experts-"
+# Suffixes of the names of a pipeline's actors; after the last three there is a number.
+SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX, DRAFTS_SUFFIX = "-supervisor", "-stage-", "-experts-", "-drafts-"
 GPU_UNITS = 10_000  # into which Ray divides a GPU
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 
@@ -90,6 +90,15 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelSpec:
+    """A draft model: the plan of its only stage, and where its weights are."""
+
+    plan: StagePlan
+    weights: WeightSource
+    fingerprint: Fingerprint = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """A named pipeline: what to run and what each stage gets."""
 
@@ -107,11 +116,13 @@ class PipelineSpec:
     placement_timeout_s: float = PipelineKeys().placement_timeout  # to wait for free resources in the cluster
     logs: LogSettings | None = None  # of each of its processes; None leaves logging to Python
     stages_per_gpu: int = 1  # they share a bundle of the placement group, and so a GPU
+    draft_model: DraftModelSpec | None = None
 
     @property
     def num_workers(self) -> int:
-        """The number of stages and expert actors."""
-        return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
+        """The number of stages, expert actors and draft models."""
+        num_experts = len(self.plan.experts.actors) if self.plan.experts else 0
+        return len(self.plan.stages) + num_experts + (self.draft_model is not None)
 
     def bundle_of_stage(self, stage_id: int) -> int:
         """Return the bundle of a stage: of 5 stages, 2 per GPU, bundles 0, 0, 1, 1 and 2."""
@@ -122,6 +133,11 @@ class PipelineSpec:
         return self.bundle_of_stage(len(self.plan.stages) - 1) + 1 + actor_id
 
     @property
+    def bundle_of_draft_model(self) -> int:
+        """The bundle of the draft model, the last one."""
+        return len(self.bundles) - 1
+
+    @property
     def gpu_share(self) -> float:
         """A stage's share of a GPU, rounded down to Ray's units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each."""
         return GPU_UNITS // self.stages_per_gpu / GPU_UNITS
@@ -130,11 +146,12 @@ class PipelineSpec:
         """Return ``2 stages``, or ``2 stages and 4 expert actors``, for messages."""
         stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
         text = f"{stages} stage{'s' * (stages != 1)}" + (f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else "")
-        return text + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
+        text += f" and {num_pipelines * len(experts.actors)} expert actors" if experts else ""
+        return text + (" and a draft model" + (" each" if num_pipelines > 1 else "") if self.draft_model else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor.
+        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor, and of the draft model.
 
         Stages that share a bundle are on one node and GPU.
         """
@@ -146,13 +163,19 @@ class PipelineSpec:
     @property
     def node_selectors(self) -> list[dict[str, str]]:
         """The label selector of each bundle: the nodes that it may be placed on."""
-        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * len(self.bundles)]
+        missing = [()] * (len(self.bundles) - len(self.nodes))  # a draft model may be on any node
+        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in [*self.nodes, *missing]]
 
     @property
     def worker_settings(self) -> WorkerSettings:
         """The settings of each stage actor and expert actor."""
         device = "cuda" if self.use_gpus else "cpu"
         return WorkerSettings(self.weights, device, self.threads_per_stage, self.name, self.fingerprint, self.logs)
+
+    @property
+    def draft_name(self) -> str:
+        """The name of the draft model's actor."""
+        return f"{self.name}{DRAFTS_SUFFIX}0"
 
     @property
     def supervisor_name(self) -> str:

@@ -16,10 +16,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
+from tramontane.cluster.actors.draft_actor import create_draft_actor
 from tramontane.cluster.actors.expert_actor import create_expert_actor, rebalance_experts
 from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
 from tramontane.cluster.actors.lease import Lease, LeaseManager, deployment_of, must_yield
 from tramontane.cluster.actors.pipeline_spec import (
+    DRAFTS_SUFFIX,
     EXPERTS_SUFFIX,
     STAGE_SUFFIX,
     OwnerApplication,
@@ -76,8 +78,9 @@ class Supervisor:
         with self._if_not_removing():
             plan = self.spec.plan
             experts = [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors] if plan.experts else []
+            drafting = [create_draft_actor(self.spec, group)] if self.spec.draft_model else []
             stages = [create_stage(self.spec, stage, group) for stage in plan.stages]
-        wait_until_ready([*experts, *stages])
+        wait_until_ready([*experts, *drafting, *stages])
         return stages
 
     def fence(self, holder: str) -> int:
@@ -203,7 +206,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
 
 def remove_pipeline(name: str) -> None:
     """Remove a pipeline's actors, then its placement group: a stage whose bundle goes first stays "restarting" forever."""
-    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+"):
+    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX}|{DRAFTS_SUFFIX})\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(worker, NAMESPACE))
     delete_expert_plan(name)

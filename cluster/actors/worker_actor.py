@@ -30,9 +30,11 @@ OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
 
 
 class Worker(Protocol):
-    """A ``StageWorker`` or an ``ExpertWorker``."""
+    """A ``StageWorker``, an ``ExpertWorker`` or a ``DraftModel``."""
 
-    numerics: Numerics
+    @property
+    def numerics(self) -> Numerics:
+        """Numerics of the worker's kernels."""
 
 
 W = TypeVar("W", bound=Worker)

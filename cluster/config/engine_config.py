@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +52,11 @@ class EngineConfig(
         return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
+    def num_draft_models(self) -> int:
+        """The actors of a pipeline that draft: 1 with a draft model."""
+        return int(self.speculative_config is not None and self.speculative_config.method == "draft_model")
+
+    @property
     def max_pipelines(self) -> int:
         """The largest number of pipelines at a time."""
         return self.max_replicas or self.replicas
@@ -92,9 +97,13 @@ class EngineConfig(
     def with_absolute_paths(self) -> Self:
         """Return the configuration for processes with another working directory."""
         model = self.model if is_preset(self.model) else self.model.resolve()
+        drafts = self.speculative_config
+        if self.num_draft_models and drafts is not None:
+            drafts = replace(drafts, model=str(Path(drafts.model).resolve()))
         return self.model_copy(
             update={
                 "model": model,
+                "speculative_config": drafts,
                 "api_key_file": self.api_key_file and self.api_key_file.absolute(),
                 "jobs_database": self.jobs_database and absolute_database(self.jobs_database),
                 "jobs_storage": self.jobs_storage and absolute_folder(self.jobs_storage),
@@ -127,25 +136,34 @@ class EngineConfig(
             raise ConfigError(
                 f"--served-model-name is {self.served_model_name!r}; it must be names, all different, with commas between them"
             )
-        if self.local and self.address:
-            raise ConfigError("--local runs without Ray, so --address cannot be used with it")
+        if self.local:
+            self._check_local()
         if self.dashboard and self.address:
             raise ConfigError("--dashboard is for a Ray cluster that serve starts; the one at --address has its own, or none")
-        if self.local and self.inline_limit is not None:
-            raise ConfigError("--local runs without Ray, so --inline-limit cannot be used with it")
         if self.address and self.inline_limit is not None:
             raise ConfigError(
                 "--inline-limit is for a Ray cluster that this command starts; for another give ray start --head "
                 f"--system-config='{{\"max_direct_call_object_size\": {self.inline_limit:d}}}'"
             )
-        if self.local and self.link == "direct":
-            raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
-        if self.local and self.expert_actors:
-            raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
         if self.load_format == "auto" and is_preset(self.model):
             raise ConfigError(
                 f"--model is {self.model}, a published geometry without weights; "
                 "give a checkpoint's folder, or --load-format dummy for random weights"
+            )
+
+    def _check_local(self) -> None:
+        """Raise ConfigError for values that need Ray."""
+        if self.address:
+            raise ConfigError("--local runs without Ray, so --address cannot be used with it")
+        if self.inline_limit is not None:
+            raise ConfigError("--local runs without Ray, so --inline-limit cannot be used with it")
+        if self.link == "direct":
+            raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
+        if self.expert_actors:
+            raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
+        if self.num_draft_models:
+            raise ConfigError(
+                "--local keeps everything in one process, so --speculative-config cannot have a draft model with it"
             )
 
 

@@ -19,9 +19,9 @@ from tramontane.cluster.config.key import (
     parse_expert_replicas,
     parse_gpu_memory,
     parse_gpu_speed,
-    parse_speculative_config,
 )
 from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
+from tramontane.cluster.config.speculative_config import parse_speculative_config
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import Link, SpeculativeConfig
 from tramontane.proto.step import STEP_TIMEOUT_S
@@ -183,7 +183,8 @@ class BatchingKeys(KeyGroup):
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
         None,
         "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's keys: "
-        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}. The tokens are those '
+        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}, or "method": '
+        '"draft_model" with the folder of one as "model". The tokens are those '
         "that requests get without it. A sequence drafts where stages would wait, and while its drafts are right.",
         unset="off",
         metavar="JSON",

@@ -1,6 +1,5 @@
 """How a key of the configuration is declared, and parsers of values that can be written in several ways."""
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -9,13 +8,10 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdap
 from pydantic.fields import FieldInfo
 
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.plan import SpeculativeConfig
 
 MIN_GPU_BYTES = 2**10  # 24 without a unit is a mistake
 MAX_GPU_SPEED = 10_000
 MAX_EXPERT_REPLICAS = 2**14
-MAX_DRAFTS, MAX_LOOKUP = 32, 64
-DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 5
 PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", re.IGNORECASE)
 
 # Larger numbers are mistakes: what is allocated in advance has to stay small.
@@ -168,42 +164,6 @@ def parse_expert_replicas(value: object) -> object:
 def parse_gpu_speed(value: object) -> tuple[int, ...] | None:
     """Return whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
     return None if value is None else tuple(_parse_speed(part) for part in _parts(value))
-
-
-def parse_speculative_config(value: object) -> SpeculativeConfig | None:
-    """Return the configuration from vLLM's JSON object, or a file's mapping. Raises ConfigError."""
-    if value is None or isinstance(value, SpeculativeConfig):
-        return value
-    try:
-        keys = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        keys = value
-    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError(
-            f"--speculative-config is {value!r:.60}; it must be a JSON object such as "
-            '{"method": "ngram", "num_speculative_tokens": 5}'
-        )
-    names = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-    if unknown := [key for key in keys if key not in names]:
-        raise ConfigError(f"--speculative-config has {unknown[0]!r}; its keys are {', '.join(names)}")
-    if (method := keys.get("method", "ngram")) != "ngram":
-        raise ConfigError(f"--speculative-config: method is {method!r}; it must be ngram, which drafts from the text itself")
-    if keys.get("num_speculative_tokens") is None:
-        raise ConfigError("--speculative-config has no num_speculative_tokens: how many tokens are drafted at a time, such as 5")
-    low, high = keys.get("prompt_lookup_min"), keys.get("prompt_lookup_max")
-    low = min(DEFAULT_LOOKUP_MIN, high if type(high) is int else DEFAULT_LOOKUP_MIN) if low is None else low
-    high = max(DEFAULT_LOOKUP_MAX, low if type(low) is int else DEFAULT_LOOKUP_MAX) if high is None else high
-    config = SpeculativeConfig(keys["num_speculative_tokens"], low, high)
-    _check_number("num_speculative_tokens", config.num_speculative_tokens, 1, MAX_DRAFTS)
-    _check_number("prompt_lookup_min", low, 1, MAX_LOOKUP)
-    _check_number("prompt_lookup_max", high, low, MAX_LOOKUP)
-    return config
-
-
-def _check_number(name: str, value: object, least: int, most: int) -> None:
-    """Raise ConfigError unless the value of a key of ``--speculative-config`` is a whole number in this range."""
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"--speculative-config: {name} is {value!r}; it must be a whole number from {least} to {most}")
 
 
 def parse_api_keys(value: object) -> tuple[SecretStr, ...]:

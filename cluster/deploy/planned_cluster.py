@@ -40,6 +40,8 @@ def planned_config(args: dict[str, Any], model: Path | None, replicas: int, max_
     model_key = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
     config = validate_config(presets | args | model_key | {"replicas": replicas, "max_replicas": max_replicas})
+    if config.num_draft_models:
+        raise ConfigError("The files of this command have no place for a draft model; use method ngram of --speculative-config")
     if config.gpu_memory is None or len(config.gpu_memory) != 1:
         raise ConfigError(
             "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import StageDevice
+from tramontane.cluster.pipeline.draft_model import draft_model_spec
 from tramontane.cluster.pipeline.fingerprint import weights_name
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
@@ -25,8 +27,9 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import is_preset, resolve_model_args
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.ports import StageChain
+from tramontane.proto.ports import DraftPort, StageChain
 from tramontane.proto.step import StepResult
+from tramontane.router.engine.draft_loop import run_with_drafts
 from tramontane.router.engine.router import Router
 from tramontane.router.engine.stage_usage import UsageMeter
 from tramontane.router.scheduling.admission import SchedulerLimits
@@ -48,6 +51,9 @@ class Chain(StageChain, Protocol):
     async def fingerprint(self) -> str:
         """Return the pipeline's fingerprint; "" if it cannot be found out now."""
         ...
+
+
+Started = tuple[PipelinePlan, Chain, Hardware, DraftPort | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ async def open_engine(
     report("checking the checkpoint")
     args = validate_model(config)
     pipeline = _local_pipeline if config.local else _ray_pipeline
-    async with pipeline(config, args, report, show_loading) as (plan, chain, hardware):
+    async with pipeline(config, args, report, show_loading) as (plan, chain, hardware, draft_model):
         usage = UsageMeter(len(plan.stages))
 
         def on_result(result: StepResult) -> None:
@@ -84,7 +90,7 @@ async def open_engine(
 
         scheduler = make_scheduler(config, plan)
         router = Router(scheduler, chain, on_result, step_timeout_s=config.step_timeout, read_fingerprint=chain.fingerprint)
-        running = asyncio.create_task(router.run())
+        running = asyncio.create_task(run_with_drafts(router, draft_model))
         try:
             yield Engine(plan, router, usage, partial(_list_devices, config, hardware, chain))
         finally:
@@ -163,7 +169,7 @@ def local_devices(num_gpus: int, stages_per_gpu: int) -> list[str]:
 @asynccontextmanager
 async def _local_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[PipelinePlan, Chain, Hardware]]:
+) -> AsyncIterator[Started]:
     hardware = probe_local()
     plan = plan_pipeline(config, args, hardware)
     report(f"loading the model, {plan.describe_memory()}")
@@ -192,7 +198,7 @@ async def _local_pipeline(
     finally:
         stopped.set()
     try:
-        yield plan, chain, hardware
+        yield plan, chain, hardware, None
     finally:
         chain.close()
 
@@ -200,21 +206,21 @@ async def _local_pipeline(
 @asynccontextmanager
 async def _ray_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[PipelinePlan, Chain, Hardware]]:
+) -> AsyncIterator[Started]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = joined_pipeline_spec(config, args, hardware)
             check_placeable(spec, read_resources())
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
-                yield spec.plan, chain, hardware
+                yield spec.plan, chain, hardware, draft_port(spec)
         return
     hardware = probe_local()
     spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
     report("starting Ray")
     with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
-            yield spec.plan, chain, hardware
+            yield spec.plan, chain, hardware, draft_port(spec)
 
 
 def joined_pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
@@ -239,6 +245,7 @@ def pipeline_spec(
     ``search_plan`` does.
     """
     plan, slots = search_plan(config, args, hardware)
+    draft_model = draft_model_spec(config, args, plan, hardware) if config.num_draft_models else None
     per_slot, num_stages = hardware.stages_per_slot(config.stages_per_gpu), len(plan.stages)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
@@ -254,4 +261,5 @@ def pipeline_spec(
         pieces=TokenPieceLoader(config.model, args.vocab_size),
         placement_timeout_s=config.placement_timeout,
         logs=config.logs,
+        draft_model=draft_model,
     )

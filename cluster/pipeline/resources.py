@@ -157,7 +157,7 @@ def _listed(bundle: Bundle, between: str) -> str:
 
 
 def _needs(spec: PipelineSpec, num_pipelines: int) -> list[_Need]:
-    nodes = spec.nodes or ((),) * len(spec.bundles)
+    nodes = (*spec.nodes, *((),) * (len(spec.bundles) - len(spec.nodes)))
     each = Counter((_bundle(bundle), allowed) for bundle, allowed in zip(spec.bundles, nodes, strict=True))
     return [_Need(bundle, allowed, num_pipelines * count) for (bundle, allowed), count in each.items()]
 

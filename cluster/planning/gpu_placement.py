@@ -38,7 +38,8 @@ def placement_candidates(
     num_slots = -(-num_stages // per_slot)
     num_all = num_slots * config.max_pipelines
     if not hardware.gpus or config.local:
-        share = hardware.stage_memory(num_all + config.expert_actors * config.max_pipelines)
+        num_others = config.expert_actors + config.num_draft_models
+        share = hardware.stage_memory(num_all + num_others * config.max_pipelines)
         candidates: list[tuple[GpuSlot, ...]] = [(GpuSlot(StageBudget(share)),) * num_slots]
     elif num_all > len(hardware.gpus):
         raise TooFewNodesError(_too_few_gpus(config, num_stages, num_all, len(hardware.gpus)))
@@ -83,13 +84,31 @@ def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, 
     return replace(hardware, gpus=tuple(ordered[num_experts:])), replace(hardware, gpus=tuple(ordered[:num_experts]))
 
 
+def without_draft_gpus(config: EngineConfig, hardware: Hardware) -> Hardware:
+    """Return the hardware without a GPU for each pipeline's draft model, the smallest ones. Raises TooFewNodesError."""
+    num_drafting = config.num_draft_models * config.max_pipelines
+    if not hardware.gpus or not num_drafting or config.local:
+        return hardware
+    if len(hardware.gpus) < num_drafting + config.max_pipelines:
+        raise TooFewNodesError(
+            f"a draft model and at least one stage of each of {config.max_pipelines} pipelines need a GPU each, and there are "
+            f"{len(hardware.gpus)}; use method ngram of --speculative-config"
+        )
+    ordered = sorted(hardware.gpus, key=lambda gpu: (-gpu.memory, gpu.node, gpu.index))
+    return replace(hardware, gpus=tuple(ordered[: len(ordered) - num_drafting]))
+
+
 def expert_slots(config: EngineConfig, num_stages: int, hardware: Hardware, cluster: Hardware) -> tuple[GpuSlot, ...]:
     """Return the slots of one pipeline's expert actors, on their part of the cluster's hardware."""
     num_actors = config.expert_actors
     if hardware.gpus:
         slots = gpu_choices(hardware.gpus, num_actors, config.max_pipelines, cluster.gpus)[0]
     else:
-        slots = (GpuSlot(StageBudget(hardware.stage_memory((num_stages + num_actors) * config.max_pipelines))),) * num_actors
+        slots = (
+            GpuSlot(
+                StageBudget(hardware.stage_memory((num_stages + num_actors + config.num_draft_models) * config.max_pipelines))
+            ),
+        ) * num_actors
     memory = None if config.expert_memory is None else for_each_expert_actor(config.expert_memory, num_actors)
     return _apply_overrides(slots, memory, None)
 

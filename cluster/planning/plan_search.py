@@ -8,7 +8,13 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import per_expert
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
-from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, partition_gpus, placement_candidates
+from tramontane.cluster.planning.gpu_placement import (
+    GpuSlot,
+    expert_slots,
+    partition_gpus,
+    placement_candidates,
+    without_draft_gpus,
+)
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.planning.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.proto.errors import PlanError
@@ -26,7 +32,7 @@ def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tu
 
     Raises PlanError if nothing fits, with changes that would help, or ConfigError.
     """
-    for_stages, for_experts = partition_gpus(config, hardware)
+    for_stages, for_experts = partition_gpus(config, without_draft_gpus(config, hardware))
     plan, slots = _best_stages(config, args, for_stages, hardware)
     if not config.expert_actors:
         return plan, slots
@@ -76,8 +82,8 @@ def _best_stages(
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
-    """Return the CPU threads of each stage and expert actor: as configured, or an even share of the cores."""
-    num_all = (num_stages + config.expert_actors) * config.max_pipelines
+    """Return the CPU threads of each stage, expert actor and draft model: as configured, or an even share of the cores."""
+    num_all = (num_stages + config.expert_actors + config.num_draft_models) * config.max_pipelines
     return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.stages_per_slot(config.stages_per_gpu))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from ray import serve
 
+from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
 from tramontane.cluster.common.deployments import is_superseded, number_deployment
@@ -30,6 +31,7 @@ from tramontane.cluster.serving.autoscaling import to_metrics
 from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog, PipelineActivity, StageInfo
+from tramontane.router.engine.draft_loop import run_with_drafts
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.prefix_aware_routing import Known, PrefixDigest, make_digest
 from tramontane.router.engine.router import Router
@@ -267,7 +269,7 @@ class RouterReplica:
 
     async def _run_routers(self) -> None:
         while True:
-            await self._router.run()
+            await run_with_drafts(self._router, draft_port(self._spec))
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
             failed = self._router
             has_started = bool(failed.scheduler.epoch) and not failed.health.is_failing

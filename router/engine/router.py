@@ -65,9 +65,9 @@ class Router:
         self._seq_ids = itertools.count()
         self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._queue_waits = QueueWaitTracker(clock)
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()  # set where there may be something to submit
         self.stats = PipelineStats(chain.num_stages)
-        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self._wake.set, self.stats)
+        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self.wake.set, self.stats)
         self.activity = activity or ActivityLog()
         self.health = HealthTracker(clock, previous)
         self.failure: PipelineError | None = None
@@ -109,14 +109,14 @@ class Router:
     async def _run_steps(self) -> None:
         """Submit micro-batches and deliver their tokens. Raises PipelineError if a step fails or stages are lost."""
         hang_watch = asyncio.create_task(self._in_flight.watch_for_hang())
-        hang_watch.add_done_callback(lambda _: self._wake.set())
+        hang_watch.add_done_callback(lambda _: self.wake.set())
         try:
             while True:
                 while (batch := self.scheduler.schedule()) is not None:
                     self._queue_waits.record_starts(batch, self._requests)
                     self._in_flight.submit(batch)
-                await self._wake.wait()
-                self._wake.clear()
+                await self.wake.wait()
+                self.wake.clear()
                 if hang_watch.done():
                     raise hang_watch.result()  # or the defect that has ended it
                 if self._reported_loss is not None:
@@ -191,7 +191,7 @@ class Router:
     def request_recovery(self, error: PipelineError) -> None:
         """Have the stages fenced again: the caller knows that they have lost their sequences."""
         self._reported_loss = error
-        self._wake.set()
+        self.wake.set()
 
     async def refresh_fingerprint(self) -> None:
         """Read the pipeline's fingerprint; if it is another one, requests get it before their next tokens."""
@@ -234,7 +234,7 @@ class Router:
         for sequence in sequences:
             self.scheduler.add(sequence)
             self._requests[sequence.seq_id] = request
-        self._wake.set()
+        self.wake.set()
         return request
 
     def abort(self, request: ActiveRequest) -> None:
@@ -242,7 +242,7 @@ class Router:
         for seq_id in request.index_of:
             if self._requests.pop(seq_id, None) is not None:
                 self.scheduler.abort(seq_id)
-                self._wake.set()
+                self.wake.set()
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """See ``TokenSource``."""

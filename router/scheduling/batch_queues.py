@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from operator import add
 
@@ -14,7 +15,9 @@ from tramontane.proto.step import Chunk, DecodeColumns
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
-from tramontane.router.speculation.speculation_state import SpeculationState
+from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
+from tramontane.router.speculation.ngram_drafter import NgramDrafter
+from tramontane.router.speculation.speculation_state import Drafter, SpeculationState
 
 TOKENS_INDEXED = 1024  # for drafts, with each micro-batch: about a millisecond; long prompts take several
 NewPages = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
@@ -121,6 +124,7 @@ class DecodeQueue:
     ) -> None:
         self._allocator, self._work_estimator, self._speculative = allocator, work_estimator, speculative
         self.ready: deque[Sequence] = deque()
+        self.draft_queue = DraftQueue()  # of a draft model, if drafts come from one
         self._num_to_index = 0  # tokens, with the micro-batch that is being made
         self.num_sequences = self.num_keys = 0  # also of those that are in flight and not ready; keys that they see
 
@@ -201,7 +205,7 @@ class DecodeQueue:
         if sequence.sampling.return_experts:
             return ()
         if sequence.speculation is None:
-            sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids)
+            sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids, partial(self._drafter, sequence))
         num_known = sequence.num_known
         sequence.speculation.update(sequence.output_ids)
         self._num_to_index -= sequence.speculation.index(self._num_to_index)
@@ -210,6 +214,14 @@ class DecodeQueue:
             return ()
         sequence.speculation.num_ahead = len(drafts)
         return drafts
+
+    def _drafter(self, sequence: Sequence, tokens: Several[int]) -> Drafter:
+        config, sampling = self._speculative, sequence.sampling
+        assert config is not None
+        if config.method == "ngram":
+            return NgramDrafter(tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+        num_tokens = 1 + config.num_speculative_tokens
+        return ModelDrafter(tokens, sequence.seq_id, sampling, num_tokens, sequence.max_len, self.draft_queue)
 
     def take_ahead(self, sequences: Iterable[Sequence], limits: DraftLimits) -> tuple[list[Sequence], list[int], DecodeColumns]:
         """Return the next drafts of decoding sequences whose last drafts are in flight, and the rows of each.

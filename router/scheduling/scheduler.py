@@ -15,6 +15,7 @@ from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, R
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
+from tramontane.router.speculation.model_drafter import DraftQueue
 
 WAITING, RUNNING, PREEMPTED, FINISHED = SequenceStatus
 
@@ -182,6 +183,11 @@ class Scheduler:
         return self._results.draft_counts
 
     @property
+    def draft_queue(self) -> DraftQueue:
+        """The sequences that wait for drafts of a draft model."""
+        return self._decodes.draft_queue
+
+    @property
     def is_idle(self) -> bool:
         """Whether no sequence waits or runs."""
         return not (self._waiting or self._running)
@@ -277,6 +283,8 @@ class Scheduler:
         self._decodes.discard(sequence)
         if status is FINISHED:
             self._poison_detector.discard(sequence)
+        if sequence.speculation is not None:
+            sequence.speculation.close()
         sequence.status, sequence.speculation = status, None
 
     def _release_if_drained(self, sequence: Sequence) -> None:

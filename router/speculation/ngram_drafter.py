@@ -45,6 +45,9 @@ class NgramDrafter:
         period = end - place
         return tuple([tokens[place + i % period] for i in range(num_tokens)])
 
+    def close(self) -> None:
+        """Do nothing: the index is the drafter's own."""
+
     def _index(self, end: int) -> None:
         """Index the n-grams before the tokens up to ``end``: the last one of the text has no follower yet."""
         tokens, places, size = self._tokens, self._places, self._min

@@ -1,11 +1,11 @@
 """Speculation of one sequence: its drafts, and how often they have been right."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Protocol
 
 from tramontane.proto.plan import SpeculativeConfig
-from tramontane.router.speculation.ngram_drafter import NgramDrafter
 
 DECAY = 0.95  # of the weight of a draft with each later one
 PRIOR_RIGHT, PRIOR_WRONG = 1.0, 1.0  # drafts that count as observed before the first
@@ -49,6 +49,19 @@ class AcceptanceEstimate:
         return count
 
 
+class Drafter(Protocol):
+    """What drafts the tokens after the text of one sequence, which it was given when it was made, and which grows."""
+
+    def index(self, max_tokens: int) -> int:
+        """Take up to so many tokens of the text into an index, if there is one; return how many were."""
+
+    def draft(self, num_tokens: int) -> tuple[int, ...]:
+        """Return drafts of up to ``num_tokens`` tokens after the text; the same ones, or more, until the text has grown."""
+
+    def close(self) -> None:
+        """Free what is kept elsewhere for the sequence."""
+
+
 class SpeculationState:
     """The drafts of one sequence. Those that were not worth their rows are compared with the output all the same.
 
@@ -57,10 +70,12 @@ class SpeculationState:
     in vain, and 8 is to be submitted.
     """
 
-    def __init__(self, config: SpeculativeConfig, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, prompt_ids: Sequence[int], make_drafter: Callable[[Sequence[int]], "Drafter"]
+    ) -> None:
         self._config = config
         self._tokens, self._num_prompt = [*prompt_ids], len(prompt_ids)
-        self._drafter = NgramDrafter(self._tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+        self._drafter = make_drafter(self._tokens)
         self._draft: tuple[int, ...] = ()  # of the tokens after ``_tokens``
         self.num_ahead = 0
         self.acceptance = AcceptanceEstimate()
@@ -79,6 +94,10 @@ class SpeculationState:
     def index(self, max_tokens: int) -> int:
         """Index up to so many tokens of the text; return how many were."""
         return self._drafter.index(max_tokens)
+
+    def close(self) -> None:
+        """Forget the text wherever else it is known."""
+        self._drafter.close()
 
     def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
         """Return drafts of the tokens after the last known one that are worth their rows, see ``AcceptanceEstimate``."""

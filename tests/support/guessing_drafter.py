@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tramontane.proto.step import MicroBatch
+from tramontane.router.scheduling import batch_queues
 from tramontane.router.scheduling.policy import SchedulerState
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.speculation import speculation_state
 from tramontane.router.speculation.speculation_state import AcceptanceEstimate
 
 WRONG = 1  # no answer has this token
@@ -23,6 +23,9 @@ class GuessingDrafter:
     def index(self, _max_tokens: int) -> int:
         return 0
 
+    def close(self) -> None:
+        pass
+
     def draft(self, num_tokens: int) -> tuple[int, ...]:
         text = list(self._tokens)
         for _ in range(num_tokens):  # a draft is the same each time, so that others can follow it
@@ -35,7 +38,7 @@ def guess(
     patch: pytest.MonkeyPatch, next_token: Callable[[Sequence[int]], int], share: float, seed: int = 0, *, always: bool = True
 ) -> None:
     """Let all sequences draft like this. ``always``: however often their drafts were wrong."""
-    patch.setattr(speculation_state, "NgramDrafter", lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed))
+    patch.setattr(batch_queues, "NgramDrafter", lambda tokens, *_: GuessingDrafter(tokens, next_token, share, seed))
     if always:
         patch.setattr(AcceptanceEstimate, "num_worthwhile", lambda _, break_even, most: 0 if break_even >= 1 else max(most, 0))
         patch.setattr(AcceptanceEstimate, "num_likely", lambda _, probability: 0 if probability >= 1 else 2**30)

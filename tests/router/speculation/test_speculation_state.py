@@ -3,9 +3,14 @@
 import pytest
 
 from tramontane.proto.plan import SpeculativeConfig
+from tramontane.router.speculation.ngram_drafter import NgramDrafter
 from tramontane.router.speculation.speculation_state import MAX_ACCEPTANCE, AcceptanceEstimate, SpeculationState
 
 CONFIG = SpeculativeConfig(4, 1, 3)
+
+
+def _state(prompt_ids: tuple[int, ...]) -> SpeculationState:
+    return SpeculationState(CONFIG, prompt_ids, lambda tokens: NgramDrafter(tokens, 1, 3))
 
 
 def test_an_estimate_follows_what_is_observed() -> None:
@@ -46,7 +51,7 @@ def test_as_many_drafts_are_worthwhile_as_give_most_tokens_in_the_same_time(
 
 def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
     """Also what is not submitted is compared, so that drafts begin again where the text does repeat."""
-    state, output = SpeculationState(CONFIG, (1, 2, 3)), list[int]()
+    state, output = _state((1, 2, 3)), list[int]()
 
     def draft(*tokens: int) -> tuple[int, ...]:
         output.extend(tokens)
@@ -65,7 +70,7 @@ def test_text_that_repeats_is_drafted_and_other_text_is_not() -> None:
 
 
 def test_a_draft_is_the_same_until_a_token_comes() -> None:
-    state = SpeculationState(CONFIG, (1, 2, 3, 1))
+    state = _state((1, 2, 3, 1))
     assert state.draft(0.3, 9) == (), "nothing has been indexed"
     state.update([2])
     state.index(99)
@@ -78,7 +83,7 @@ def test_a_draft_is_the_same_until_a_token_comes() -> None:
 
 def test_drafts_in_flight_that_agree_with_the_output_stay() -> None:
     """Known 1 2 3 1, drafted 2 3 1 2 ...; two with the last token, and three in a micro-batch of their own."""
-    state, output = SpeculationState(CONFIG, (1, 2, 3)), [1]
+    state, output = _state((1, 2, 3)), [1]
     state.acceptance = AcceptanceEstimate()
     for _ in range(40):
         state.acceptance.observe(True)
@@ -99,7 +104,7 @@ def test_drafts_in_flight_that_agree_with_the_output_stay() -> None:
 
 
 def test_drafts_that_do_not_agree_with_those_in_flight_do_not_follow_them() -> None:
-    state = SpeculationState(CONFIG, (1, 2, 1))
+    state = _state((1, 2, 1))
     state.update([2])
     state.index(99)
     state.num_ahead = len(state.draft(0.1, 1))

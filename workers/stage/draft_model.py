@@ -11,26 +11,12 @@ from typing import NamedTuple
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
+from tramontane.proto.step import Chunk, DecodeColumns, DraftRequest, MicroBatch, StepResult
+from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
 
 MAX_BATCH_TOKENS = 512  # of one micro-batch; longer texts are cut
 NOT_BEGUN = -1
-
-
-class DraftRequest(NamedTuple):
-    """Text of a sequence that is new to the draft model, and how many drafts are to follow it.
-
-    The text is the first ``num_kept`` tokens of the old text, and then ``token_ids``. The old text is that of the last call, with
-    the drafts that it returned. The draft model has 5 6 7 and has drafted 8 9: tokens 8 and 4 are right. That is ``num_kept`` 4,
-    ``token_ids`` (4,), the text 5 6 7 8 4.
-    """
-
-    seq_id: int  # of the router; unique for the life of the caller
-    num_kept: int  # 0 begins the sequence
-    token_ids: tuple[int, ...]
-    num_tokens: int
-    sampling: SamplingParams  # penalties, biases, grammars and stop tokens have no effect on drafts
 
 
 @dataclass(slots=True)
@@ -81,6 +67,11 @@ class DraftModel:
         self._worker, self._page_size, self._classes = worker, cache.page_size, cache.classes
         self._max_len = _max_text(plan)
         self._restart()
+
+    @property
+    def numerics(self) -> Numerics:
+        """Numerics of the worker."""
+        return self._worker.numerics
 
     def draft(self, requests: Sequence[DraftRequest], ended: Collection[int] = ()) -> list[tuple[int, ...] | None]:
         """Return drafts of each request, fewer where the context ends; all of them are computed together.

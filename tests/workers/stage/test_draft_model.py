@@ -15,10 +15,10 @@ from tiny_models import ATTENTION_KINDS, random_model, split_model, tiny_args, t
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import MicroBatch
-from tramontane.workers.drafting import draft_model
-from tramontane.workers.drafting.draft_model import DraftModel, DraftRequest
+from tramontane.proto.step import DraftRequest, MicroBatch
+from tramontane.workers.stage import draft_model
 from tramontane.workers.stage.activation import Outcome
+from tramontane.workers.stage.draft_model import DraftModel
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other rows have other roundings")

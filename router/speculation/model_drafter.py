@@ -1,0 +1,101 @@
+"""Drafts of a draft model, which come later than they are asked for."""
+
+from collections.abc import Callable, Sequence
+
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import DraftRequest
+
+
+class DraftQueue:
+    """The sequences that wait for drafts, and those that have ended since the draft model was called.
+
+    ``on_request`` is called when the first sequence begins to wait.
+    """
+
+    def __init__(self) -> None:
+        self.on_request: Callable[[], None] = lambda: None
+        self._waiting: dict[int, ModelDrafter] = {}
+        self._ended: list[int] = []
+
+    def add(self, drafter: "ModelDrafter") -> None:
+        """Let a sequence wait for drafts."""
+        if not self._waiting:
+            self.on_request()
+        self._waiting[drafter.seq_id] = drafter
+
+    def end(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self._waiting.pop(seq_id, None)
+        self._ended.append(seq_id)
+
+    def take(self) -> tuple[list["ModelDrafter"], list[int]]:
+        """Remove and return the sequences that wait, and the ids of those that have ended, which are to be forgotten first."""
+        taken = list(self._waiting.values()), self._ended
+        self._waiting, self._ended = {}, []
+        return taken
+
+
+class ModelDrafter:
+    """The ``Drafter`` of one sequence that a draft model continues.
+
+    The model drafts from the text with the drafts that it has returned, as if these were right; when one was not, it begins after
+    the last token that was. ``tokens`` is only read; it grows outside. ``max_len``: of text and drafts.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], seq_id: int, sampling: SamplingParams, num_tokens: int, max_len: int, queue: DraftQueue
+    ) -> None:
+        self.seq_id = seq_id
+        self._tokens, self._sampling, self._num_tokens, self._max_len = tokens, sampling, num_tokens, max_len
+        self._queue = queue
+        self._text: list[int] = []  # that the model has, with its drafts
+        self._num_common = 0  # tokens at its beginning that are the sequence's, as far as these are known
+        self._is_waiting = False
+
+    def index(self, _max_tokens: int) -> int:
+        """Index nothing."""
+        return 0
+
+    def draft(self, num_tokens: int) -> tuple[int, ...]:
+        """Return up to ``num_tokens`` drafts of those that have come, and ask for more if they are fewer."""
+        drafts = self._drafts()
+        if len(drafts) < num_tokens and not self._is_waiting and self._num_left(drafts) > 0:
+            self._is_waiting = True
+            self._queue.add(self)
+        return tuple(drafts[:num_tokens])
+
+    def request(self) -> DraftRequest:
+        """Return what is to be drafted now.
+
+        Known 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new. With 5 6 7 all are kept, and 8 9 2 are
+        expected to be right.
+        """
+        drafts = self._drafts()
+        num_kept = len(self._text) if drafts else self._num_common
+        new = () if drafts else tuple(self._tokens[num_kept:])
+        self._text[num_kept:] = new
+        return DraftRequest(self.seq_id, num_kept, new, min(self._num_tokens, self._num_left(drafts)), self._sampling)
+
+    def receive(self, drafts: Sequence[int] | None) -> None:
+        """Take the drafts of the last request; None: the model does not have the sequence, and has to get all of it."""
+        self._is_waiting = False
+        if drafts is None:
+            self._text.clear()
+            self._num_common = 0
+        else:
+            self._text += drafts
+
+    def close(self) -> None:
+        """Let the model forget the sequence."""
+        self._queue.end(self.seq_id)
+
+    def _drafts(self) -> list[int]:
+        """Return the drafts after the known tokens, if these are what the model has."""
+        tokens, text = self._tokens, self._text
+        self._num_common = min(self._num_common, len(text))
+        while self._num_common < min(len(tokens), len(text)) and tokens[self._num_common] == text[self._num_common]:
+            self._num_common += 1
+        return text[self._num_common :] if self._num_common == len(tokens) else []
+
+    def _num_left(self, drafts: Sequence[int]) -> int:
+        return self._max_len - len(self._tokens) - len(drafts)

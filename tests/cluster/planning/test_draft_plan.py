@@ -1,0 +1,105 @@
+"""Where a draft model is placed, and what it is planned for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_models import GIB, random_model, tiny_args, tiny_plan, write_checkpoint, write_tokenizer
+
+from tramontane.cluster.actors.pipeline_spec import DraftModelSpec, PipelineSpec
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.draft_model import validate_draft_model
+from tramontane.cluster.pipeline.engine import pipeline_spec
+from tramontane.cluster.planning.draft_plan import plan_draft_model
+from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError
+from tramontane.cluster.planning.plan_search import plan_pipeline
+from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
+from tramontane.proto.plan import SpeculativeConfig
+from tramontane.proto.presets import PRESETS
+
+ARGS = replace(tiny_args(n_layers=4, windows=(None, 8, None, 8)), vocab_size=300)
+SMALL = replace(tiny_args(n_layers=2, windows=(8, None)), vocab_size=300)
+
+
+def _model(folder: Path, args: object = SMALL) -> Path:
+    return write_tokenizer(write_checkpoint(folder, args, random_model(args)))  # type: ignore[arg-type]
+
+
+def _config(model: Path, draft: Path | str, **keys: object) -> EngineConfig:
+    drafts = SpeculativeConfig(4, 0, 0, "draft_model", str(draft))
+    return EngineConfig.build(None, {"model": model, "speculative_config": drafts} | keys)
+
+
+def _gpus(*sizes: int) -> Hardware:
+    gpus = tuple(Gpu("gpu", size * GIB, node=str(node)) for node, size in enumerate(sizes))
+    return Hardware((8,) * len(sizes), (80 * GIB,) * len(sizes), gpus)
+
+
+def test_a_pipeline_has_an_actor_and_a_bundle_more(tmp_path: Path) -> None:
+    config = _config(_model(tmp_path / "large", ARGS), _model(tmp_path / "small"), stages=2, max_num_seqs=5, threads_per_stage=1)
+    spec = pipeline_spec(config, ARGS, Hardware(node_cpus=(8,), node_memory=(8 * GIB,)))
+    assert spec.draft_model is not None
+    assert (spec.num_workers, spec.bundle_of_draft_model, len(spec.bundles)) == (3, 2, 3)
+    assert len(spec.node_selectors) == 3
+    assert spec.describe_workers() == "2 stages and a draft model"
+    plan = spec.draft_model.plan
+    assert (plan.num_stages, plan.layers, plan.max_num_seqs, plan.args.vocab_size) == (1, range(2), 5, 300)
+    assert plan.cache.num_drafts == 5, "four, and the one after them"
+    assert all(c.num_pages >= 5 * c.ring_pages for c in plan.cache.classes)
+    assert spec.draft_model.weights == tmp_path / "small"
+    assert spec.draft_model.fingerprint != spec.fingerprint
+
+
+def test_without_one_nothing_is_more() -> None:
+    spec = PipelineSpec("p", tiny_plan(ARGS, 2), Path("x"), threads_per_stage=1, use_gpus=False)
+    assert (spec.num_workers, len(spec.bundles), spec.describe_workers()) == (2, 2, "2 stages")
+    drafting = replace(spec, draft_model=DraftModelSpec(tiny_plan(SMALL).stages[0], Path("y")), nodes=(("a",), ("b",)))
+    assert drafting.node_selectors == [{"ray.io/node-id": "in(a)"}, {"ray.io/node-id": "in(b)"}, {}]
+
+
+def test_it_has_as_many_sequences_as_it_has_memory_for(tmp_path: Path) -> None:
+    config = _config(tmp_path, tmp_path)
+    target = plan_pipeline(EngineConfig(max_num_seqs=64), PRESETS["mistral-7b-v0.1"], _gpus(80, 80))
+    wide, narrow = (plan_draft_model(config, PRESETS["mistral-7b-v0.1"], target, _gpus(size, size)) for size in (80, 24))
+    assert wide.max_num_seqs == 64
+    assert 1 <= narrow.max_num_seqs < 64
+    assert all(c.num_pages >= narrow.max_num_seqs * c.ring_pages for c in narrow.cache.classes)
+    with pytest.raises(PlanError, match="the draft model of --speculative-config: "):
+        plan_draft_model(config, PRESETS["mistral-7b-v0.1"], target, _gpus(8, 8))
+
+
+def test_the_smallest_gpu_is_its_own(tmp_path: Path) -> None:
+    config = _config(tmp_path, tmp_path)
+    args = PRESETS["mistral-7b-v0.1"]
+    with_drafts, without = (plan_pipeline(each, args, _gpus(24, 80, 24)) for each in (config, EngineConfig()))
+    assert (len(with_drafts.stages), len(without.stages)) == (2, 3)
+    with pytest.raises(TooFewNodesError, match="a draft model and at least one stage of each of 2 pipelines need a GPU each"):
+        plan_pipeline(config.model_copy(update={"replicas": 2}), args, _gpus(80, 80, 80))
+
+
+def test_threads_and_memory_are_shared_with_it(tmp_path: Path) -> None:
+    """Of 12 cores two stages get 6 each, and with a draft model 4."""
+    hardware = Hardware(node_cpus=(12,), node_memory=(12 * GIB,))
+    large, small = _model(tmp_path / "large", ARGS), _model(tmp_path / "small")
+    specs = [
+        pipeline_spec(each, ARGS, hardware)
+        for each in (_config(large, small, stages=2), EngineConfig.build(None, {"model": large, "stages": 2}))
+    ]
+    assert [spec.threads_per_stage for spec in specs] == [4, 6]
+
+
+def test_other_tokens_are_refused(tmp_path: Path) -> None:
+    large, small = _model(tmp_path / "large", ARGS), _model(tmp_path / "small")
+    assert validate_draft_model(_config(large, small), ARGS).n_layers == 2
+    more = write_checkpoint(tmp_path / "more", wide := replace(SMALL, vocab_size=320), random_model(wide))
+    with pytest.raises(ConfigError, match=r"the draft model .*more has other tokens than .*large \(320 and 300\)"):
+        validate_draft_model(_config(large, more), ARGS)
+    tokenizer = next(file for file in small.iterdir() if "token" in file.name)
+    other = _model(tmp_path / "other")
+    (other / tokenizer.name).write_bytes(b"")
+    with pytest.raises((ConfigError, CheckpointError)):
+        validate_draft_model(_config(large, other), ARGS)
+    with pytest.raises(ConfigError, match="a published geometry without weights; give a folder"):
+        validate_draft_model(_config(large, "ministral-3-3b"), ARGS)
+    with pytest.raises(CheckpointError):
+        validate_draft_model(_config(large, tmp_path / "none"), ARGS)

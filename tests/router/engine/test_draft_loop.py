@@ -1,0 +1,84 @@
+"""The calls to a draft model: one after the other, and again after an error."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import DraftRequest
+from tramontane.router.engine import draft_loop
+from tramontane.router.engine.draft_loop import run_draft_model
+from tramontane.router.speculation.model_drafter import DraftQueue, ModelDrafter
+
+
+class Port:
+    """Drafts 1 1 1 once the gate is open; the first calls fail."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.gate = asyncio.Event()
+        self.calls: list[tuple[list[int], list[int]]] = []  # sequences that asked, and those that had ended
+        self._num_failures = num_failures
+
+    async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+        self.calls.append(([request.seq_id for request in requests], list(ended)))
+        await self.gate.wait()
+        if len(self.calls) <= self._num_failures:
+            raise PipelineError("the draft model does not answer")
+        return [(1,) * request.num_tokens for request in requests]
+
+
+def _drafters(queue: DraftQueue, count: int) -> list[ModelDrafter]:
+    return [ModelDrafter([5], seq_id, SamplingParams(), 3, 99, queue) for seq_id in range(count)]
+
+
+def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> None:
+    async def scenario() -> None:
+        port, queue, woken = Port(), DraftQueue(), asyncio.Event()
+        running = asyncio.create_task(run_draft_model(port, queue, woken.set))
+        await asyncio.sleep(0)
+        first, second, third, ended = _drafters(queue, 4)
+        first.draft(3)
+        while not port.calls:
+            await asyncio.sleep(0)
+        second.draft(3)
+        third.draft(3)
+        ended.close()
+        port.gate.set()
+        await woken.wait()
+        assert first.draft(3) == (1, 1, 1)
+        while len(second.draft(3)) < 3:
+            await asyncio.sleep(0)
+        assert port.calls == [([0], []), ([1, 2], [3])]
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_after_an_error_the_model_is_called_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        port, queue = Port(num_failures=2), DraftQueue()
+        port.gate.set()
+        (drafter,) = _drafters(queue, 1)
+        running = asyncio.create_task(run_draft_model(port, queue, lambda: drafter.draft(3) and None))
+        await asyncio.sleep(0)
+        drafter.draft(3)
+        while len(drafter.draft(3)) < 3:
+            await asyncio.sleep(0)
+        assert len(port.calls) == 3
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert [record.getMessage() for record in caplog.records] == [
+        "The draft model failed, and is called again in 0 s: the draft model does not answer"
+    ] * 2
