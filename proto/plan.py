@@ -103,10 +103,9 @@ class SpeculativeConfig:
     method: Literal["ngram", "draft_model"] = "ngram"
     model: str = ""
 
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts of a sequence in flight: after the last known token 5, and 6 in each of 7 more micro-batches: 47."""
-        return MAX_DRAFTED_STEPS * (self.num_speculative_tokens + 1) - 1
+    def max_drafts(self, num_stages: int = MAX_DRAFTED_STEPS) -> int:
+        """Return the most drafts of a sequence in flight: 5 after the last known token, 6 in each of 7 more micro-batches: 47."""
+        return min(MAX_DRAFTED_STEPS, num_stages) * (self.num_speculative_tokens + 1) - 1
 
 
 # ---- experts outside the stages

@@ -119,7 +119,7 @@ def test_the_same_answers_with_and_without(
 ) -> None:
     """Greedy, seeded, penalized, with grammars and log-probabilities, packed together; with scarce pages some are preempted."""
     args, config = ATTENTION_KINDS[kind], SpeculativeConfig(num_drafts, 1, 2)
-    plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=config.max_drafts)
+    plan = tiny_plan(args, min(stages, 3) if args.sparse else stages, page_size, 16, num_drafts=config.max_drafts())
     if is_scarce:
         longest = -(-plan.max_model_len // page_size)
         classes = tuple(replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes)

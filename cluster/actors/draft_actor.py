@@ -43,7 +43,7 @@ class DraftActor(WorkerActor["DraftModel"]):
     def _exporter(self) -> Callable[[], None]:
         return lambda: None  # its work shows in the metrics of drafts
 
-    @ray.method(enable_task_events=False)
+    @ray.method(enable_task_events=False, concurrency_group="drafting")
     def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
         """Return drafts of each request; see ``DraftModel.draft``."""
         import torch
@@ -62,7 +62,7 @@ class DraftActor(WorkerActor["DraftModel"]):
 def create_draft_actor(spec: PipelineSpec, group: PlacementGroup) -> ActorHandle[Any]:
     """Create the named, detached actor of the draft model in its bundle, or return the one that exists."""
     assert spec.draft_model is not None
-    actor: Any = ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(DraftActor)  # type: ignore[call-overload]
+    actor: Any = ray.remote(concurrency_groups={"control": 2, "drafting": 1}, max_restarts=-1, max_task_retries=0)(DraftActor)  # type: ignore[call-overload]
     options = bundle_options(spec, spec.bundle_of_draft_model, group) | {"name": spec.draft_name}
     draft_model = spec.draft_model
     settings = replace(spec.worker_settings, weights=draft_model.weights, fingerprint=draft_model.fingerprint)
@@ -74,15 +74,18 @@ class RayDraftModel:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._actor: ActorHandle[Any] | None = None
 
     async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
         """Call the actor. Raises PipelineError if it cannot be reached or does not answer within ``CALL_TIMEOUT_S``."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
-                answer: list[tuple[int, ...] | None] = await actor.draft.remote(list(requests), list(ended))
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
+                answer: list[tuple[int, ...] | None] = await self._actor.draft.remote(list(requests), list(ended))
                 return answer
         except (RayError, TimeoutError, ValueError) as error:
+            self._actor = None  # another one may have its name
             raise PipelineError(f"the draft model does not answer: {ray_error_message(error)}") from error
 
 

@@ -181,7 +181,7 @@ class StageActor(WorkerActor["StageWorker"]):
         )
 
     @property
-    def _computing_s(self) -> float:
+    def _busy_for_s(self) -> float:
         return self._executor.busy_for_s if self._executor else 0.0
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.proto.errors import ConfigError, did_you_mean
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
+from tramontane.proto.plan import MAX_DRAFTED_STEPS
 
 GROUPS: tuple[type[KeyGroup], ...] = (
     *(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys, ServingKeys, ScalingKeys, JobKeys, LoggingKeys),
@@ -48,8 +49,10 @@ class EngineConfig(
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of a sequence in flight."""
-        return self.speculative_config.max_drafts if self.speculative_config else 0
+        """The most drafts of a sequence in flight: as many micro-batches have some as there are stages, if that is known."""
+        if self.speculative_config is None:
+            return 0
+        return self.speculative_config.max_drafts(1 if self.local else self.stages or MAX_DRAFTED_STEPS)
 
     @property
     def num_draft_models(self) -> int:

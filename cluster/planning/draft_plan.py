@@ -21,7 +21,7 @@ def plan_draft_model(config: EngineConfig, args: ModelArgs, target: PipelinePlan
         max_model_len=min(target.max_model_len, args.max_seq_len),
         max_num_seqs=target.max_num_seqs,
         page_size=config.page_size,
-        num_drafts=1 + config.speculative_config.num_speculative_tokens,
+        num_drafts=config.num_drafts + 1 + config.speculative_config.num_speculative_tokens,  # it drafts before results come
         panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
     try:

@@ -25,13 +25,13 @@ async def run_draft_model(model: DraftPort, queue: DraftQueue, on_drafts: Callab
         await requested.wait()
         requested.clear()
         drafters, ended = queue.take()
-        requests = [drafter.request() for drafter in drafters]
         try:
-            answers = await model.draft(requests, ended)
-        except PipelineError as error:
-            logger.warning("The draft model failed, and is called again in %g s: %s", RETRY_S, error)
+            answers = await model.draft([drafter.request() for drafter in drafters], ended)
+        except Exception as error:  # also a defect: requests are answered without drafts
+            is_expected = isinstance(error, PipelineError)
+            logger.warning("The draft model failed, and is called again in %g s: %s", RETRY_S, error, exc_info=not is_expected)
             await asyncio.sleep(RETRY_S)
-            answers = [None] * len(requests)
+            answers = [None] * len(drafters)
         for drafter, drafts in zip(drafters, answers, strict=True):
             drafter.receive(drafts)
         on_drafts()

@@ -105,7 +105,7 @@ class BalancedPolicy:
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
         """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for."""
-        between = sum(max(later.started_at - earlier.ended_at, 0.0) for earlier, later in pairwise(timings))
+        between = max(sum(later.started_at - earlier.ended_at for earlier, later in pairwise(timings)), 0.0)
         self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
 
     def seconds(self, work: BatchWork) -> float:

@@ -231,12 +231,14 @@ class DecodeQueue:
         going: list[Sequence] = []
         drafts: list[tuple[int, ...]] = []
         grown, num_rows = [], 0
+        self._num_to_index = TOKENS_INDEXED
         for sequence in sequences:
             state = sequence.speculation
             if state is None or not sequence.num_in_flight or sequence.sampling.needs_tokens:
                 continue
             assert not sequence.num_pending, "drafts follow the last known token"
             max_tokens = min(limits.max_rows - num_rows, self._max_drafts(sequence) - state.num_ahead)
+            self._num_to_index -= state.index(self._num_to_index)
             own = state.draft_ahead(limits.break_even, max_tokens)
             end = sequence.num_known + state.num_ahead + len(own)
             if not own or not self._allocator.reserve(sequence, end, limits.num_spare):

@@ -51,6 +51,8 @@ class ModelDrafter:
         self._text: list[int] = []  # that the model has, with its drafts
         self._num_common = 0  # tokens at its beginning that are the sequence's, as far as these are known
         self._is_waiting = False
+        self._num_asked = 0  # tokens of the text at the last request
+        self._num_in_vain = 0  # the same at the last one for which there were no drafts
 
     def index(self, _max_tokens: int) -> int:
         """Index nothing."""
@@ -59,7 +61,8 @@ class ModelDrafter:
     def draft(self, num_tokens: int) -> tuple[int, ...]:
         """Return up to ``num_tokens`` drafts of those that have come, and ask for more if they are fewer."""
         drafts = self._drafts()
-        if len(drafts) < num_tokens and not self._is_waiting and self._num_left(drafts) > 0:
+        is_new = len(self._tokens) > self._num_in_vain
+        if len(drafts) < num_tokens and is_new and not self._is_waiting and self._num_left(drafts) > 0:
             self._is_waiting = True
             self._queue.add(self)
         return tuple(drafts[:num_tokens])
@@ -70,6 +73,7 @@ class ModelDrafter:
         Known 5 6 7 8 4, and the model has 5 6 7 8 9 2: four tokens are kept, and 4 is new. With 5 6 7 all are kept, and 8 9 2 are
         expected to be right.
         """
+        self._num_asked = len(self._tokens)
         drafts = self._drafts()
         num_kept = len(self._text) if drafts else self._num_common
         new = () if drafts else tuple(self._tokens[num_kept:])
@@ -77,8 +81,13 @@ class ModelDrafter:
         return DraftRequest(self.seq_id, num_kept, new, min(self._num_tokens, self._num_left(drafts)), self._sampling)
 
     def receive(self, drafts: Sequence[int] | None) -> None:
-        """Take the drafts of the last request; None: the model does not have the sequence, and has to get all of it."""
+        """Take the drafts of the last request; None: the model does not have the sequence, and has to get all of it.
+
+        If there are none, no more are asked for until the text has grown.
+        """
         self._is_waiting = False
+        if not drafts:
+            self._num_in_vain = self._num_asked
         if drafts is None:
             self._text.clear()
             self._num_common = 0

@@ -102,6 +102,8 @@ class SpeculationState:
     def draft(self, break_even: float, max_tokens: int) -> tuple[int, ...]:
         """Return drafts of the tokens after the last known one that are worth their rows, see ``AcceptanceEstimate``."""
         assert not self.num_ahead
+        if self._config.method == "draft_model" and (break_even >= 1 or max_tokens <= 0):
+            return ()  # the model's work is not for nothing, as n-grams are
         drafts = self._drafts(self._config.num_speculative_tokens)
         return drafts[: self.acceptance.num_worthwhile(break_even, min(max_tokens, len(drafts)))]
 

@@ -72,6 +72,7 @@ class StepVerdict:
     sampled: HostCopy  # token ids [S]
     freed_seq_ids: tuple[int, ...]
     token_ids: tuple[int, ...] | None = field(default=None)
+    error: Exception | None = field(default=None)
 
 
 class DraftVerifier:
@@ -106,6 +107,8 @@ class DraftVerifier:
         with self._lock:
             while verdict.token_ids is None:
                 self._settle(self._open.popleft())
+        if verdict.error is not None:
+            raise verdict.error
         return verdict.token_ids
 
     def clear(self) -> None:
@@ -121,7 +124,11 @@ class DraftVerifier:
         for seq_id in verdict.freed_seq_ids:
             self._latest.pop(seq_id, None)
         rows = verdict.rows
-        verdict.sampled.wait()
+        try:
+            verdict.sampled.wait()
+        except Exception as error:  # of this step, whichever is read now
+            verdict.token_ids, verdict.error = (NO_TOKEN,) * len(rows.seq_ids), error
+            return
         verdict.token_ids = rows.accepted(verdict.sampled.tensor.tolist(), self._latest)
         accepted = zip(rows.seq_ids, zip(rows.positions, verdict.token_ids, strict=True), strict=True)
         self._latest.update(accepted if not rows.has_drafts else (each for each in accepted if each[1][1] != NO_TOKEN))

@@ -26,7 +26,7 @@ def _parsed(value: object) -> SpeculativeConfig | None:
 def test_what_is_given_and_what_follows_from_it(value: object, expected: SpeculativeConfig | None) -> None:
     assert _parsed(value) == expected
     config = EngineConfig.build(None, {"speculative_config": value})
-    assert config.num_drafts == (expected.max_drafts if expected else 0)
+    assert config.num_drafts == (expected.max_drafts() if expected else 0)
     again = EngineConfig.build(None, config.model_dump(mode="json", include={"speculative_config"}))
     assert again.speculative_config == expected, "as a Ray Serve config has it"
 

@@ -80,7 +80,7 @@ def expected(folder: Path) -> list[Values]:
 def pipeline(folder: Path) -> Iterator[tuple[ObjectStoreStageChain, PipelineSpec]]:
     """Two stages, and the same model as its own draft model, so that its drafts are right."""
     config = SpeculativeConfig(4, 0, 0, "draft_model", str(folder))
-    plan = tiny_plan(ARGS, 2, num_drafts=config.max_drafts, batch_invariant=True)
+    plan = tiny_plan(ARGS, 2, num_drafts=config.max_drafts(), batch_invariant=True)
     draft_model = DraftModelSpec(tiny_plan(ARGS, num_drafts=5, batch_invariant=True).stages[0], folder)
     spec = PipelineSpec("drafting", plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model)
     with running_chain(spec) as chain:

@@ -124,7 +124,7 @@ def expected(folder: Path) -> list[Answer]:
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def pipeline(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pipeline]:
     case: Case = request.param
-    plan = tiny_plan(ARGS, case.num_stages, num_drafts=CONFIG.max_drafts, batch_invariant=True)
+    plan = tiny_plan(ARGS, case.num_stages, num_drafts=CONFIG.max_drafts(), batch_invariant=True)
     if case.num_actors:
         plan = without_experts(plan, replace(expert_plan(ARGS, case.num_actors), batch_invariant=True))
     pieces = TokenPieceLoader(folder, ARGS.vocab_size)

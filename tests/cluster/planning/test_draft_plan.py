@@ -44,7 +44,7 @@ def test_a_pipeline_has_an_actor_and_a_bundle_more(tmp_path: Path) -> None:
     assert spec.describe_workers() == "2 stages and a draft model"
     plan = spec.draft_model.plan
     assert (plan.num_stages, plan.layers, plan.max_num_seqs, plan.args.vocab_size) == (1, range(2), 5, 300)
-    assert plan.cache.num_drafts == 5, "four, and the one after them"
+    assert plan.cache.num_drafts == 9 + 5, "those in flight over two stages, and the next ones"
     assert all(c.num_pages >= 5 * c.ring_pages for c in plan.cache.classes)
     assert spec.draft_model.weights == tmp_path / "small"
     assert spec.draft_model.fingerprint != spec.fingerprint

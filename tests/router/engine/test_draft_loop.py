@@ -27,7 +27,7 @@ class Port:
         self.calls.append(([request.seq_id for request in requests], list(ended)))
         await self.gate.wait()
         if len(self.calls) <= self._num_failures:
-            raise PipelineError("the draft model does not answer")
+            raise PipelineError("the draft model does not answer") if len(self.calls) > 1 else KeyError("a defect")
         return [(1,) * request.num_tokens for request in requests]
 
 
@@ -66,11 +66,12 @@ def test_after_an_error_the_model_is_called_again(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         port, queue = Port(num_failures=2), DraftQueue()
         port.gate.set()
-        (drafter,) = _drafters(queue, 1)
-        running = asyncio.create_task(run_draft_model(port, queue, lambda: drafter.draft(3) and None))
+        drafter = ModelDrafter(tokens := [5], 0, SamplingParams(), 3, 99, queue)
+        running = asyncio.create_task(run_draft_model(port, queue, lambda: None))
         await asyncio.sleep(0)
-        drafter.draft(3)
         while len(drafter.draft(3)) < 3:
+            if len(port.calls) == len(tokens) < 3:
+                tokens.append(5)  # without another token it is not asked for again
             await asyncio.sleep(0)
         assert len(port.calls) == 3
         running.cancel()
@@ -80,5 +81,7 @@ def test_after_an_error_the_model_is_called_again(monkeypatch: pytest.MonkeyPatc
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(scenario(), 60))
     assert [record.getMessage() for record in caplog.records] == [
-        "The draft model failed, and is called again in 0 s: the draft model does not answer"
-    ] * 2
+        "The draft model failed, and is called again in 0 s: 'a defect'",
+        "The draft model failed, and is called again in 0 s: the draft model does not answer",
+    ]
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]

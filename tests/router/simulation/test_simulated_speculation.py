@@ -27,7 +27,7 @@ def _run(
 ) -> tuple[SimTrace, Scheduler]:
     ring = ring_pages(None, PAGE, MAX_LEN)
     config = SpeculativeConfig(num_drafts, 1, 1) if num_drafts else None
-    cache = CachePlan(PAGE, (WindowClass(None, ring, ring * NUM_SEQS),), config.max_drafts if config else 0)
+    cache = CachePlan(PAGE, (WindowClass(None, ring, ring * NUM_SEQS),), config.max_drafts() if config else 0)
     limits = SchedulerLimits(NUM_SEQS, 512, MAX_LEN, 1000, speculative=config)
     scheduler = Scheduler(cache, limits, policy or BalancedPolicy(num_stages, 512))
 

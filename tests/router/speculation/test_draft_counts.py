@@ -78,7 +78,7 @@ def test_a_preemption_forgets_none(monkeypatch: pytest.MonkeyPatch, num_spare: i
     num_preempted = num_forgettable = 0
     for seed in range(20):
         rng = random.Random(seed)
-        pipe = new_pipeline(CachePlan(4, (WindowClass(None, 16, 16 + num_spare),), FOUR.max_drafts), speculative=FOUR)
+        pipe = new_pipeline(CachePlan(4, (WindowClass(None, 16, 16 + num_spare),), FOUR.max_drafts()), speculative=FOUR)
         pipe.token_at = _token_at
         sequences = [new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64) for number in range(2)]
         for sequence in sequences:

@@ -44,7 +44,7 @@ def next_token_of(sequences: Several[Sequence]) -> object:
 
 
 def drafting_pipeline(config: SpeculativeConfig = FOUR, **settings: object) -> FakePipeline:
-    cache = new_cache(4, 4, None, 9, num_drafts=config.max_drafts)
+    cache = new_cache(4, 4, None, 9, num_drafts=config.max_drafts())
     pipe = new_pipeline(cache, speculative=config, **settings)  # type: ignore[arg-type]
     pipe.token_at = token_at
     return pipe
@@ -144,6 +144,25 @@ def test_drafts_follow_those_in_flight_while_micro_batches_may_be_submitted(monk
     batch = pipe.submit()
     assert batch is not None
     assert batch.decodes.starts == (22, 23, 24, 25, 26)
+
+
+def test_n_grams_of_what_is_confirmed_in_flight_are_drafted_too() -> None:
+    """As many micro-batches stay in flight, one after the other, once the text repeats itself."""
+    pipe = drafting_pipeline(in_flight=4, seqs=32)
+    pipe.token_at = lambda _, position: 50 + position % 3
+    pipe.scheduler.add(new_sequence(3, 7, 150))
+    for _ in range(12):
+        while pipe.submit():
+            pass
+        pipe.answer()
+    depths = []
+    for _ in range(12):
+        while pipe.submit():
+            pass
+        depths.append(len(pipe.in_flight))
+        pipe.answer()
+    assert depths == [4] * 12
+    pipe.drain()
 
 
 def test_after_a_wrong_draft_the_right_token_goes_at_once_and_what_followed_is_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +327,7 @@ def test_where_pages_are_short_drafts_and_sequences_stay_together(monkeypatch: p
     ring = 16
     for seed in range(20):
         rng = random.Random(seed)
-        pipe = new_pipeline(CachePlan(4, (WindowClass(None, ring, ring + num_spare),), FOUR.max_drafts), speculative=FOUR)
+        pipe = new_pipeline(CachePlan(4, (WindowClass(None, ring, ring + num_spare),), FOUR.max_drafts()), speculative=FOUR)
         pipe.token_at = lambda _, position: 50 + position % 7
         for number in range(2):
             pipe.scheduler.add(new_sequence(number, rng.randint(1, 20), rng.randint(20, 40), max_len=64))

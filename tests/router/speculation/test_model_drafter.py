@@ -115,8 +115,14 @@ def test_a_model_that_has_lost_the_sequence_gets_all_of_it() -> None:
     drafter.request()
     drafter.receive(None)
     assert drafter.draft(3) == ()
+    assert queue.take() == ([], []), "not before there is another token"
+    tokens.append(1)
+    assert drafter.draft(3) == ()
     assert queue.take() == ([drafter], [])
-    assert drafter.request() == DraftRequest(7, 0, (5, 6), 3, GREEDY)
+    assert drafter.request() == DraftRequest(7, 0, (5, 6, 1), 3, GREEDY)
+    drafter.receive(())
+    assert drafter.draft(3) == ()
+    assert queue.take() == ([], []), "the model has nothing to say here"
 
 
 def test_nothing_is_asked_for_beyond_the_longest_text() -> None:
@@ -165,6 +171,7 @@ def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject
                 model.texts.pop(number, None)
     for number, drafter in enumerate(drafters):
         for _ in range(4):  # one for what was lost, one for what is new
+            texts[number].append(9)
             drafter.draft(3)
             _answer(queue, model)
         assert len(drafter.draft(3)) == 3, number

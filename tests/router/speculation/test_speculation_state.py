@@ -1,5 +1,7 @@
 """How often drafts are right, and how many are worth their rows."""
 
+from typing import Literal
+
 import pytest
 
 from tramontane.proto.plan import SpeculativeConfig
@@ -7,6 +9,7 @@ from tramontane.router.speculation.ngram_drafter import NgramDrafter
 from tramontane.router.speculation.speculation_state import MAX_ACCEPTANCE, AcceptanceEstimate, SpeculationState
 
 CONFIG = SpeculativeConfig(4, 1, 3)
+METHODS: tuple[Literal["ngram", "draft_model"], ...] = ("ngram", "draft_model")
 
 
 def _state(prompt_ids: tuple[int, ...]) -> SpeculationState:
@@ -113,4 +116,22 @@ def test_drafts_that_do_not_agree_with_those_in_flight_do_not_follow_them() -> N
 
 
 def test_all_drafts_in_flight_together() -> None:
-    assert SpeculativeConfig(5, 1, 3).max_drafts == 47, "five after a known token, and six in each of seven more micro-batches"
+    assert SpeculativeConfig(5, 1, 3).max_drafts() == 47, "five after a known token, and six in each of seven more micro-batches"
+
+
+def test_a_draft_model_is_not_asked_for_what_is_not_worth_a_row() -> None:
+    """N-grams are compared with the output all the same: they cost next to nothing."""
+    asked = list[int]()
+
+    class Asked(NgramDrafter):
+        def draft(self, num_tokens: int) -> tuple[int, ...]:
+            asked.append(num_tokens)
+            return super().draft(num_tokens)
+
+    states = [SpeculationState(SpeculativeConfig(4, 1, 3, method), (1, 2, 1), lambda t: Asked(t, 1, 3)) for method in METHODS]
+    for state in states:
+        state.update([2])
+        state.index(99)
+        assert state.draft(2.0, 9) == state.draft(0.3, 0) == ()
+    assert asked == [4], "of n-grams, which are kept"
+    assert states[1].draft(0.3, 9) != ()

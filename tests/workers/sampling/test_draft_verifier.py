@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from tramontane.proto.step import NO_TOKEN, Chunk, DecodeColumns, MicroBatch
@@ -85,6 +86,20 @@ def test_what_was_sampled_for_a_sequence_is_forgotten_with_it_and_all_with_a_fen
     verifier.clear()
     assert verifier.accepted(open_step) == (NO_TOKEN,), "its epoch is over"
     assert _accept(verifier, _batch((8, 10, (41,)), is_ahead=True), 42) == (NO_TOKEN,)
+
+
+def test_a_step_that_fails_fails_for_itself_alone() -> None:
+    verifier = DraftVerifier(is_needed=True)
+    first = _batch((7, 9, (40,)))
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    failing = verifier.begin(SampledRows.of(first), HostCopy(torch.tensor([41]), fail))
+    follower = _begin(verifier, _batch((7, 10, (41,)), is_ahead=True), 42)
+    assert verifier.accepted(follower) == (NO_TOKEN,), "what it follows is not known"
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        verifier.accepted(failing)
 
 
 def test_without_drafts_tokens_are_taken_as_they_are() -> None:
