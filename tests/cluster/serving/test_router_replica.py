@@ -122,7 +122,7 @@ class Surroundings:
         try:
             if not self.has_room:
                 await asyncio.get_running_loop().create_future()
-            yield SimpleNamespace(name="app-1", plan=self.plan, expert_actors=None), self.chain
+            yield SimpleNamespace(name="app-1", plan=self.plan, expert_actors=None, draft_model=None), self.chain
         finally:
             await asyncio.sleep(0)
             self.removed.append("the pipeline")
@@ -148,8 +148,9 @@ class Surroundings:
         """End the router that drives the pipeline; return the one that follows it, with these changes."""
         self.next_router, before = changes, self.router
         before.end()
-        while self.router is before:
+        for _ in range(TURNS):
             await asyncio.sleep(0)
+        assert self.router is not before, "no router has followed"
         assert self.router.previous is before.health
         return self.router
 
