@@ -123,18 +123,17 @@ def _prefixes(
 
 def _speculation(
     bench: Any,  # noqa: ANN401
-    repeating: float = 1.8,
+    edit: float = 1.8,
     random: float = 0.98,
     many: float = 0.98,
-    loop: float = 1.8,
     peer: float = 1.0,
     different: int = 0,
     missing: int = 0,
 ) -> Patches:
     def run(self: Any, _rounds: int, _num_drafts: int, _peers: Any) -> None:  # noqa: ANN401
-        for work, figure in ((bench.REPEATING, repeating), (bench.RANDOM, random), (bench.MANY, many), (bench.LOOP, loop)):
+        for work, figure in ((bench.EDIT, edit), (bench.REPEATING, 1.0), (bench.RANDOM, random), (bench.MANY, many)):
             self.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
-        self.tokens_per_s[bench.LOOP][bench.PEER] = [loop / peer]
+        self.tokens_per_s[bench.EDIT][bench.PEER_WITH] = [edit / peer]
         self.different += ["some"] * different
         self.missing |= dict.fromkeys(range(missing), "gone")
 
@@ -417,7 +416,7 @@ CASES = {
     "speculation": Case(
         _speculation,
         [
-            *({"repeating": 1.79}, {"random": 0.97}, {"many": 0.97}, {"loop": 1.79}),
+            *({"edit": 1.79}, {"random": 0.97}, {"many": 0.97}),
             *({"peer": 0.99}, {"different": 1}, {"missing": 1}),
         ],
     ),

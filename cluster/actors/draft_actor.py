@@ -1,6 +1,7 @@
 """The Ray actor of a draft model, and the router's calls to it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -10,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
+from tramontane.cluster.actors.hang_detector import replace_hung_workers
 from tramontane.cluster.actors.pipeline_spec import DraftModelSpec, PipelineSpec, WorkerSettings
 from tramontane.cluster.actors.stage_actor import bundle_options
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerActor, WorkerHealth
@@ -20,7 +22,7 @@ from tramontane.proto.step import DraftRequest
 if TYPE_CHECKING:
     from tramontane.workers.stage.draft_model import DraftModel
 
-CALL_TIMEOUT_S = 60.0  # of one call, which may have long prompts
+CALL_TIMEOUT_S = 60.0  # of one call, which computes a bounded number of tokens
 
 
 class DraftActor(WorkerActor["DraftModel"]):
@@ -30,6 +32,7 @@ class DraftActor(WorkerActor["DraftModel"]):
         if settings.logs is not None:
             settings.logs.to_stderr("draft model", pipeline=settings.pipeline)
         self._plan = spec.plan
+        self._drafting_since: float | None = None
         super().__init__("the draft model", spec.plan.weight_bytes, settings)
 
     def _load(self) -> "DraftModel":
@@ -50,8 +53,17 @@ class DraftActor(WorkerActor["DraftModel"]):
 
         model = self._wait_until_loaded()
         torch.set_num_threads(self._settings.threads)  # applies to this thread only
-        with self._failure_guard.guard():
-            return model.draft(requests, ended)
+        self._drafting_since = time.monotonic()
+        try:
+            with self._failure_guard.guard():
+                return model.draft(requests, ended)
+        finally:
+            self._drafting_since = None
+
+    @property
+    def _busy_for_s(self) -> float:
+        since = self._drafting_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @ray.method(concurrency_group="control")
     def health(self) -> WorkerHealth:
@@ -77,7 +89,10 @@ class RayDraftModel:
         self._actor: ActorHandle[Any] | None = None
 
     async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """Call the actor. Raises PipelineError if it cannot be reached or does not answer within ``CALL_TIMEOUT_S``."""
+        """Call the actor. Raises PipelineError if it cannot be reached or does not answer within ``CALL_TIMEOUT_S``.
+
+        Then it gets a new process, unless it is only loading.
+        """
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 if self._actor is None:
@@ -85,7 +100,9 @@ class RayDraftModel:
                 answer: list[tuple[int, ...] | None] = await self._actor.draft.remote(list(requests), list(ended))
                 return answer
         except (RayError, TimeoutError, ValueError) as error:
-            self._actor = None  # another one may have its name
+            actor, self._actor = self._actor, None  # another one may have its name
+            if isinstance(error, TimeoutError) and actor is not None:
+                await asyncio.to_thread(replace_hung_workers, {self._name: actor}, CALL_TIMEOUT_S / 2)
             raise PipelineError(f"the draft model does not answer: {ray_error_message(error)}") from error
 
 

@@ -24,9 +24,12 @@ class LeaseManager:
     """
 
     def __init__(self, ttl_s: float, now: float, recovered: Lease | None = None) -> None:
-        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term to renew."""
+        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term to renew.
+
+        ``last_epoch`` is 0 until an epoch is granted.
+        """
         self.lease = recovered
-        self._last_epoch = recovered.epoch if recovered else 0
+        self.last_epoch = recovered.epoch if recovered else 0
         self._ttl_s = ttl_s
         self._renewed_at = now
 
@@ -35,7 +38,7 @@ class LeaseManager:
         current = self.lease
         if current and current.holder not in (holder, yielding) and now - self._renewed_at <= self._ttl_s:
             raise LeaseError(f"the pipeline is driven by {current.holder}")
-        self.lease = Lease(holder, self._last_epoch)
+        self.lease = Lease(holder, self.last_epoch)
         self._renewed_at = now
 
     def next_epoch(self, floor: int) -> int:
@@ -44,14 +47,14 @@ class LeaseManager:
         floor 1000 after epoch 7: 1001. After epoch 1001: 1002.
         """
         assert self.lease is not None
-        self._last_epoch = max(self._last_epoch, floor) + 1
-        self.lease = Lease(self.lease.holder, self._last_epoch)
-        return self._last_epoch
+        self.last_epoch = max(self.last_epoch, floor) + 1
+        self.lease = Lease(self.lease.holder, self.last_epoch)
+        return self.last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
         """Renew the lease; return False if it is not this holder's. A lease without a holder goes to the first that renews."""
         if self.lease is None:
-            self.lease = Lease(holder, self._last_epoch)
+            self.lease = Lease(holder, self.last_epoch)
         if self.lease.holder != holder:
             return False
         self._renewed_at = now

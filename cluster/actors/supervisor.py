@@ -70,7 +70,11 @@ class Supervisor:
         return f"Supervisor {self.spec.name}"
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
-        """Place and load every stage, or find them; return None if resources are missing for ``timeout_s``."""
+        """Place and load every stage, or find them; return None if resources are missing for ``timeout_s``.
+
+        A new pipeline also waits for its draft model, so that one that cannot be loaded is noticed. One that is adopted does
+        not need it.
+        """
         with self._if_not_removing():
             group = _group(self.spec)
         if not group.wait(timeout_s):
@@ -80,7 +84,8 @@ class Supervisor:
             experts = [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors] if plan.experts else []
             drafting = [create_draft_actor(self.spec, group)] if self.spec.draft_model else []
             stages = [create_stage(self.spec, stage, group) for stage in plan.stages]
-        wait_until_ready([*experts, *drafting, *stages])
+        is_new = not self._leases.last_epoch
+        wait_until_ready([*experts, *(drafting if is_new else ()), *stages])
         return stages
 
     def fence(self, holder: str) -> int:

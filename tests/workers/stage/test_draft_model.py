@@ -224,6 +224,22 @@ def test_micro_batches_are_bounded(batches: list[MicroBatch]) -> None:
     assert _first_starts(batches) == [202, 202, 202, 202], "the cache has all but the last draft"
 
 
+def test_a_call_is_bounded_and_the_next_ones_compute_the_rest(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 60 tokens; 10 in a micro-batch, and at most 30 in a call. The short text drafts at once."""
+    text = tuple(random_ids(60, 1))
+    unbounded = _tiny().draft([_begin(1, text)])
+    monkeypatch.setattr(draft_model, "MAX_BATCH_TOKENS", 10)
+    monkeypatch.setattr(draft_model, "MAX_CALL_TOKENS", 25)
+    model = _tiny()
+    drafts = model.draft([_begin(1, text), _begin(2)])
+    assert drafts[0] == ()
+    assert drafts[1] == _tiny().draft([_begin(2)])[0]
+    assert model.draft([_continue(1, 60, ())]) == [()]
+    batches.clear()
+    assert model.draft([_continue(1, 60, ())]) == unbounded
+    assert _first_starts(batches) == [55]
+
+
 @pytest.mark.parametrize(("num_kept", "start"), [(18, 17), (17, 17), (15, 15), (14, 0), (3, 0)])
 def test_what_goes_back_further_than_the_ring_begins_again(batches: list[MicroBatch], num_kept: int, start: int) -> None:
     """A window of 8, and three pages of 4: of 17 tokens the positions from 8 on remain, which position 15 sees."""
