@@ -48,7 +48,7 @@ QUESTION = (
     "Margaret walked to the market every morning before the sun was up. She bought bread, apples and a small bottle "
     "of milk, and she carried them home in a blue basket. On the way she always stopped at the old bridge to feed "
     "the ducks. One day a traveller asked Margaret for directions to the railway station, and she drew a map for him "
-    "on the back of an envelope. He thanked her and hurried away. A week later Margaret found a letter at her house. "
+    "on the back of an envelope. He thanked her and hurried away. A week later Margaret found a letter on her table. "
     "Inside were two tickets to the theatre and a note that said thank you for the map."
 )
 
