@@ -10,11 +10,14 @@ from tramontane.cluster.actors.pipeline_spec import DraftModelSpec, PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.draft_model import validate_draft_model
 from tramontane.cluster.pipeline.engine import pipeline_spec
+from tramontane.cluster.planning import draft_plan
 from tramontane.cluster.planning.draft_plan import plan_draft_model
 from tramontane.cluster.planning.hardware import Gpu, Hardware, TooFewNodesError
 from tramontane.cluster.planning.plan_search import plan_pipeline
+from tramontane.cluster.planning.planner import PlanRequest, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
-from tramontane.proto.plan import SpeculativeConfig
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import PipelinePlan, SpeculativeConfig
 from tramontane.proto.presets import PRESETS
 
 ARGS = replace(tiny_args(n_layers=4, windows=(None, 8, None, 8)), vocab_size=300)
@@ -86,6 +89,63 @@ def test_threads_and_memory_are_shared_with_it(tmp_path: Path) -> None:
         for each in (_config(large, small, stages=2), EngineConfig.build(None, {"model": large, "stages": 2}))
     ]
     assert [spec.threads_per_stage for spec in specs] == [4, 6]
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
+    """The requests of plans of draft models."""
+    recorded: list[PlanRequest] = []
+
+    def record(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
+        recorded.append(request)
+        return make_plan(args, request)
+
+    monkeypatch.setattr(draft_plan, "make_plan", record)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("keys", "hardware", "memory"),
+    [
+        ({}, Hardware((12,), (12 * GIB,)), 4 * GIB),
+        ({"expert_actors": 3}, Hardware((12,), (12 * GIB,)), 2 * GIB),
+        ({"replicas": 2}, Hardware((12,), (12 * GIB,)), 2 * GIB),
+        ({"replicas": 2}, Hardware((12, 12), (12 * GIB, 12 * GIB)), 4 * GIB),
+        ({}, _gpus(24, 80, 12), 12 * GIB),
+    ],
+    ids=["one node", "expert actors", "two pipelines", "two pipelines on two nodes", "the smallest GPU"],
+)
+def test_its_memory_is_a_share_of_the_node_or_the_smallest_gpu(
+    requests: list[PlanRequest], keys: dict[str, object], hardware: Hardware, memory: int
+) -> None:
+    plan_draft_model(_config(Path("x"), "y", **keys), SMALL, tiny_plan(ARGS, 2), hardware)
+    assert [budget.memory for budget in requests[0].budgets] == [memory]
+
+
+@pytest.mark.parametrize("of_target", [32, 4096])
+def test_it_reads_no_further_than_the_large_model_or_its_own_context(requests: list[PlanRequest], of_target: int) -> None:
+    target = replace(tiny_plan(ARGS, 2), max_model_len=of_target)
+    plan_draft_model(_config(Path("x"), "y"), SMALL, target, Hardware((8,), (8 * GIB,)))
+    assert requests[0].max_model_len == min(of_target, SMALL.max_seq_len)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_its_dtype_is_its_own_or_the_configured_one(requests: list[PlanRequest], dtype: str, expected: str) -> None:
+    args = replace(SMALL, dtype="bfloat16")
+    plan_draft_model(_config(Path("x"), "y", dtype=dtype), args, tiny_plan(ARGS, 2), Hardware((8,), (8 * GIB,)))
+    assert requests[0].dtype == expected
+
+
+def test_the_class_with_the_fewest_pages_decides_about_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = tiny_plan(SMALL)
+    first, second = planned.stages[0].cache.classes
+    classes = (replace(first, num_pages=first.ring_pages * 7), replace(second, num_pages=second.ring_pages * 3 + 1))
+    short = replace(planned.stages[0], cache=replace(planned.stages[0].cache, classes=classes))
+    monkeypatch.setattr(draft_plan, "make_plan", lambda *_: replace(planned, stages=(short,)))
+    for of_target, expected in ((5, 3), (2, 2)):
+        target = tiny_plan(ARGS, 2, max_num_seqs=of_target)
+        stage = plan_draft_model(_config(Path("x"), "y"), SMALL, target, Hardware((8,), (8 * GIB,)))
+        assert stage.max_num_seqs == expected
 
 
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
