@@ -19,6 +19,7 @@ from expert_kills import kill_under_load
 from harness import GREEDY, PROMPTS, run_prompts, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
 from reference import Expected, assert_same_tokens, greedy
+from small_cluster import small_cluster
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.expert_actor import ExpertHealth
@@ -48,19 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=12,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-        _system_config={
-            "timeout_ms_task_wait_for_death_info": 0,  # as ``local_ray_cluster`` has it
-            "metrics_report_interval_ms": 1000,
-        },
-    )
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=12, metrics_report_interval_ms=1000):
+        yield
 
 
 @cache

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
+from small_cluster import small_cluster
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
@@ -155,9 +156,8 @@ PROMPTS = [random_ids(n, seed=n) for n in (3, 40, 100)]
 
 @pytest.fixture(scope="module")
 def _ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=4):
+        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import ray
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from ray.actor import ActorHandle
+from small_cluster import small_cluster
 from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
@@ -62,14 +63,13 @@ class _OverlappedStage(StageActor):
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["ActorHandle[Any]"]]:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
-    this_module = sys.modules[__name__]
-    ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import tests
-    settings = WorkerSettings(folder, "cpu", threads=1)
-    kind = remote_stage_class(_OverlappedStage, GPU_PIPELINE_DEPTH + 1)
-    yield [kind.options(num_cpus=1).remote(stage, settings) for stage in tiny_plan(ARGS, 3).stages]
-    ray.cloudpickle.unregister_pickle_by_value(this_module)
-    ray.shutdown()
+    with small_cluster(num_cpus=4):
+        this_module = sys.modules[__name__]
+        ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import tests
+        settings = WorkerSettings(folder, "cpu", threads=1)
+        kind = remote_stage_class(_OverlappedStage, GPU_PIPELINE_DEPTH + 1)
+        yield [kind.options(num_cpus=1).remote(stage, settings) for stage in tiny_plan(ARGS, 3).stages]
+        ray.cloudpickle.unregister_pickle_by_value(this_module)
 
 
 @pytest.mark.parametrize("link", CHAINS)

@@ -12,6 +12,7 @@ import ray
 from exact_values import SAMPLING, Values, exact_values
 from harness import random_ids, run_answers, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
+from small_cluster import small_cluster
 from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -37,9 +38,8 @@ PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 300, 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=6):
+        yield
 
 
 @dataclass(frozen=True)

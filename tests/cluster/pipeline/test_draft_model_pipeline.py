@@ -14,6 +14,7 @@ import pytest
 import ray
 from exact_values import Values, exact_values
 from harness import merge_outputs, random_ids, run_answers, running_chain, scheduler_for
+from small_cluster import small_cluster
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import draft_actor
@@ -50,16 +51,8 @@ PROMPTS = [random_ids(6 + 9 * number, number, ARGS.vocab_size) for number in ran
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=6,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-        _system_config={"timeout_ms_task_wait_for_death_info": 0},  # as ``local_ray_cluster`` has it
-    )
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=6):
+        yield
 
 
 @pytest.fixture(scope="module")

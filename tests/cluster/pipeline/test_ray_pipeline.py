@@ -25,6 +25,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group_table
 from reference import Expected, assert_best_experts, assert_same_tokens, greedy
+from small_cluster import small_cluster
 from stage_overlap import overlap_share
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -58,9 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=4):
+        yield
 
 
 @cache

@@ -16,6 +16,7 @@ from exact_values import Values, exact_values
 from guessing_drafter import WRONG, count_ahead, guess
 from harness import merge_outputs, random_ids, run_answers, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
+from small_cluster import small_cluster
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
@@ -90,16 +91,8 @@ class Pipeline:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=6,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-        _system_config={"timeout_ms_task_wait_for_death_info": 0},  # as ``local_ray_cluster`` has it
-    )
-    yield
-    ray.shutdown()
+    with small_cluster(num_cpus=6):
+        yield
 
 
 @pytest.fixture(scope="module")
