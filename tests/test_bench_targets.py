@@ -17,8 +17,8 @@ from targets import Target, as_data, at_least, at_most, conclude, exit_status, n
 BENCH = Path(__file__).parent / "bench"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
 # Programs that other ones run in an environment, to read what they print or write.
-PEERS = {"peer_transformers.py", "peer_vllm.py", "peer_llamacpp.py", "peer_prefixes.py", "peer_engine.py"}
-ANSWERING = PEERS | {"smollm2.py"}
+PEERS = ("transformers", "vllm", "llamacpp", "prefixes", "engine", "smollm2")
+ANSWERING = {f"peer_{name}.py" for name in PEERS}
 PROGRAMS = [name for name, source in SOURCES.items() if "if __name__ ==" in source and name not in ANSWERING]
 OWN_WORDS = re.compile(r"\b(targets?|wanted|missed)\b", re.IGNORECASE)
 # A key of rows, a state and the heading of a table for the documents; an option of pip; an option of guidellm.

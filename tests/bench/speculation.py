@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_process import EngineError, EngineProcess
 from engines import our_engine, vllm_engine
 from peer_environments import PeerMissingError
+from peer_smollm2 import smollm2
 from peers import DTYPE, HERE
 from rich.console import Console
 from rich.table import Table
-from smollm2 import smollm2
 from targets import Target, at_least, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL

