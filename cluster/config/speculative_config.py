@@ -44,7 +44,9 @@ def _ngrams(keys: Mapping[str, Any]) -> SpeculativeConfig:
     low = min(DEFAULT_LOOKUP_MIN, high if type(high) is int else DEFAULT_LOOKUP_MIN) if low is None else low
     high = max(DEFAULT_LOOKUP_MAX, low if type(low) is int else DEFAULT_LOOKUP_MAX) if high is None else high
     _check_number("prompt_lookup_min", low, 1, MAX_LOOKUP)
-    _check_number("prompt_lookup_max", high, low, MAX_LOOKUP)
+    _check_number("prompt_lookup_max", high, 1, MAX_LOOKUP)
+    if high < low:
+        raise ConfigError(f"--speculative-config: prompt_lookup_max is {high}, less than prompt_lookup_min, which is {low}")
     return SpeculativeConfig(keys["num_speculative_tokens"], low, high)
 
 
@@ -52,8 +54,10 @@ def _draft_model(keys: Mapping[str, Any]) -> SpeculativeConfig:
     for name in ("prompt_lookup_min", "prompt_lookup_max"):
         if keys.get(name):
             raise ConfigError(f"--speculative-config: {name} is for method ngram")
-    if not isinstance(model := keys.get("model"), str) or not model:
-        raise ConfigError(f"--speculative-config: model is {model!r}; method draft_model needs the folder of the draft model")
+    if (model := keys.get("model")) is None:
+        raise ConfigError("--speculative-config has no model: method draft_model needs the folder of the draft model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"--speculative-config: model is {model!r}; it must be the folder of the draft model")
     return SpeculativeConfig(keys["num_speculative_tokens"], 0, 0, "draft_model", model)
 
 

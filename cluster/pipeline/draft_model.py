@@ -32,6 +32,8 @@ def validate_draft_model(config: EngineConfig, target: ModelArgs) -> ModelArgs:
     folder = _folder(config)
     if is_preset(folder):
         raise ConfigError(f"--speculative-config: model is {folder}, a published geometry without weights; give a folder")
+    if not any((folder / name).is_file() for name in ("config.json", "params.json")):
+        raise ConfigError(f"--speculative-config: model is {folder}, which is not the folder of a checkpoint; give one")
     args = resolve_model_args(folder)
     checkpoint = Checkpoint(folder)
     args = checkpoint.with_stored_head(args)

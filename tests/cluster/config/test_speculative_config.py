@@ -77,13 +77,13 @@ def test_a_file_has_a_mapping(tmp_path: Path) -> None:
         ),
         (
             {"num_speculative_tokens": 5, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
-            r"prompt_lookup_max is 3; it must be a whole number from 4 to 64",
+            r"prompt_lookup_max is 3, less than prompt_lookup_min, which is 4",
         ),
         ({"num_speculative_tokens": 5, "prompt_lookup_max": "9"}, r"prompt_lookup_max is '9'"),
         ({"num_speculative_tokens": 5, "model": "small"}, r"model is for method draft_model"),
-        ({"num_speculative_tokens": 5, "method": "draft_model"}, r"model is None; method draft_model needs the folder"),
-        ({"num_speculative_tokens": 5, "method": "draft_model", "model": ""}, r"model is ''; method draft_model needs"),
-        ({"num_speculative_tokens": 5, "method": "draft_model", "model": 5}, r"model is 5; method draft_model needs"),
+        ({"num_speculative_tokens": 5, "method": "draft_model"}, r"has no model: method draft_model needs the folder"),
+        ({"num_speculative_tokens": 5, "method": "draft_model", "model": ""}, r"model is ''; it must be the folder"),
+        ({"num_speculative_tokens": 5, "method": "draft_model", "model": 5}, r"model is 5; it must be the folder"),
         (
             {"num_speculative_tokens": 5, "method": "draft_model", "model": "small", "prompt_lookup_max": 3},
             r"prompt_lookup_max is for method ngram",
