@@ -7,9 +7,9 @@ from tramontane.cluster.actors.pipeline_spec import DraftModelSpec
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.planning.draft_plan import plan_draft_model
 from tramontane.cluster.planning.hardware import Hardware
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import is_preset, resolve_model_args
+from tramontane.proto.model_folder import detect_layout, is_preset, resolve_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.checkpoint import Checkpoint
@@ -27,13 +27,17 @@ def draft_model_spec(config: EngineConfig, target: ModelArgs, plan: PipelinePlan
 def validate_draft_model(config: EngineConfig, target: ModelArgs) -> ModelArgs:
     """Return the draft model's arguments.
 
-    Raises ConfigError unless its tokens are those of the ``target``, and CheckpointError if it cannot be loaded.
+    Raises ConfigError unless its folder is one of a checkpoint whose tokens are those of the ``target``, and CheckpointError if
+    it cannot be loaded.
     """
     folder = _folder(config)
     if is_preset(folder):
         raise ConfigError(f"--speculative-config: model is {folder}, a published geometry without weights; give a folder")
-    if not any((folder / name).is_file() for name in ("config.json", "params.json")):
-        raise ConfigError(f"--speculative-config: model is {folder}, which is not the folder of a checkpoint; give one")
+    try:
+        detect_layout(folder)
+    except CheckpointError as error:
+        reason = str(error).partition("; ")[0]  # what follows is advice about --model
+        raise ConfigError(f"--speculative-config: {reason}; model has to be a downloaded checkpoint's folder") from error
     args = resolve_model_args(folder)
     checkpoint = Checkpoint(folder)
     args = checkpoint.with_stored_head(args)

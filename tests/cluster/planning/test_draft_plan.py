@@ -161,5 +161,10 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
         validate_draft_model(_config(large, other), ARGS)
     with pytest.raises(ConfigError, match="a published geometry without weights; give a folder"):
         validate_draft_model(_config(large, "ministral-3-3b"), ARGS)
-    with pytest.raises(ConfigError, match=r"--speculative-config: model is .*none, which is not the folder of a checkpoint"):
-        validate_draft_model(_config(large, tmp_path / "none"), ARGS)
+    (tmp_path / "empty").mkdir()
+    for name, reason in (("none", "none does not exist"), ("empty", "neither config.json"), ("n" * 5000, "cannot be read")):
+        with pytest.raises(
+            ConfigError, match=rf"--speculative-config: .*{reason}.*; model has to be a downloaded checkpoint's"
+        ) as raised:
+            validate_draft_model(_config(large, tmp_path / name), ARGS)
+        assert "--model " not in str(raised.value)
