@@ -80,6 +80,7 @@ def test_a_file_has_a_mapping(tmp_path: Path) -> None:
             r"prompt_lookup_max is 3, less than prompt_lookup_min, which is 4",
         ),
         ({"num_speculative_tokens": 5, "prompt_lookup_max": "9"}, r"prompt_lookup_max is '9'"),
+        ({"num_speculative_tokens": 5, "prompt_lookup_max": 65}, r"prompt_lookup_max is 65; it must be .* from 1 to 64"),
         ({"num_speculative_tokens": 5, "model": "small"}, r"model is for method draft_model"),
         ({"num_speculative_tokens": 5, "method": "draft_model"}, r"has no model: method draft_model needs the folder"),
         ({"num_speculative_tokens": 5, "method": "draft_model", "model": ""}, r"model is ''; it must be the folder"),
