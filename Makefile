@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -126,6 +126,9 @@ bench-prefixes: $(STAMP)  ## prefix caching against none, and a chat against oth
 
 bench-speculation: $(STAMP)  ## drafts from the text itself against none: one stream, and 64
 	$(BIN)/python tests/bench/speculation.py
+
+bench-async: $(STAMP)  ## asynchronous scheduling on one stage against none: one stream, and 64
+	$(BIN)/python tests/bench/async_scheduling.py
 
 bench-link: $(STAMP)  ## a hop between stages, and the throughput of four stages, over either link
 	$(BIN)/python tests/bench/link.py

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
 
 NO_TOKEN = -1  # the answer for a draft after one that was rejected
+PLACEHOLDER_TOKEN = -1  # in a decode column: the last token sampled for the sequence, which the router does not know yet
 STEP_TIMEOUT_S = 30.0  # a micro-batch that has not returned after this time is given up, unless configured otherwise
 
 # ---- to the stages
@@ -43,6 +44,9 @@ class DecodeColumns(NamedTuple):
     row before it. Sequence 7 knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts
     (9, 10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of the sequence.
 
+    With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in flight samples it, and the stage,
+    which is the only one, takes it from there.
+
     ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 has the drafts 43 and 44 next:
     starts (12, 13). The first one is right if the last token that has been sampled for the sequence is 43, for position 12.
     """
@@ -53,6 +57,11 @@ class DecodeColumns(NamedTuple):
     # Only for the few sequences that gained pages: (index of the sequence's last row, pages per window class).
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     is_ahead: bool = False
+
+    @property
+    def has_placeholders(self) -> bool:
+        """Whether the tokens of any column are to be taken from the steps before."""
+        return PLACEHOLDER_TOKEN in self.token_ids
 
 
 NO_DECODES = DecodeColumns()

@@ -131,13 +131,30 @@ def _speculation(
     missing: int = 0,
 ) -> Patches:
     def run(self: Any, _rounds: int, _num_drafts: int, _peers: Any) -> None:  # noqa: ANN401
+        figures = self.turns.tokens_per_s
         for work, figure in ((bench.EDIT, edit), (bench.REPEATING, 1.0), (bench.RANDOM, random), (bench.MANY, many)):
-            self.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
-        self.tokens_per_s[bench.EDIT][bench.PEER_WITH] = [edit / peer]
-        self.different += ["some"] * different
+            figures[work] |= {"with": [figure], "without": [1.0]}
+        figures[bench.EDIT][bench.PEER_WITH] = [edit / peer]
+        self.turns.different += ["some"] * different
         self.missing |= dict.fromkeys(range(missing), "gone")
 
     return {"Bench": type("Measured", (bench.Bench,), {"run": run})}
+
+
+def _async_scheduling(
+    bench: Any,  # noqa: ANN401
+    one: float = 1.05,
+    many: float = 0.98,
+    ending: float = 0.98,
+    short: float = 0.98,
+    different: int = 0,
+) -> Patches:
+    def run(turns: Any, _cache: object, _rounds: int) -> None:  # noqa: ANN401
+        for work, figure in ((bench.ONE, one), (bench.MANY, many), (bench.ENDING, ending), (bench.SHORT, short)):
+            turns.tokens_per_s[work] |= {"with": [figure], "without": [1.0]}
+        turns.different += ["some"] * different
+
+    return {"run": run}
 
 
 def _experts(bench: Any, actors: float = 70.0, two_open: float = 15.0) -> Patches:  # noqa: ANN401
@@ -412,6 +429,10 @@ CASES = {
             *({"ttft": 0.26}, {"vllm": 1.01}, {"llama": 1.01}, {"hits": 0.89}, {"common": 2.4}, {"apart": 0.97}),
             *({"pipelines": 0.89}, {"lookup": 1.01}, {"missing": 1}),
         ],
+    ),
+    "async_scheduling": Case(
+        _async_scheduling,
+        [{"one": 1.049}, {"many": 0.979}, {"ending": 0.979}, {"short": 0.979}, {"different": 1}],
     ),
     "speculation": Case(
         _speculation,

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from exact_values import Values, exact_values
 from harness import merge_outputs, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from request_kinds import with_scarce_pages
 from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
@@ -114,10 +114,7 @@ def test_the_same_answers_with_and_without(
 ) -> None:
     """Of several turns, windows, page sizes, chunks; scarce pages are taken from cached ones, and sequences are preempted."""
     plan = tiny_plan(ATTENTION_KINDS[kind], stages, page_size, max_num_seqs)
-    if is_scarce:
-        longest = -(-plan.max_model_len // page_size)
-        classes = tuple(replace(c, num_pages=min(c.num_pages, longest + longest // 2)) for c in plan.cache.classes)
-        plan = replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
+    plan = with_scarce_pages(plan) if is_scarce else plan
     expected, num_hit = _answers(folders[kind], plan, budget, turns, reuses=False)
     assert num_hit == 0
     assert _answers(folders[kind], plan, budget, turns, reuses=True)[0] == expected

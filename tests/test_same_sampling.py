@@ -89,7 +89,9 @@ def test_nothing_is_kept_of_sequences_that_have_ended() -> None:
     with_logprobs = replace(SEEDED, logprobs=1, prompt_logprobs=0)
     _answers(workers, scheduler_for(plan, 7), PROMPTS, with_logprobs)
     _answers(workers, scheduler_for(plan, 7), [[1, 2, 3]], SamplingParams(1))  # with it the last ones are released
-    assert all(len(worker.logits_processor._states) == worker.logprobs.num_sequences == 0 for worker in workers)
+    last = workers[-1].last_stage
+    assert last is not None
+    assert len(last.logits_processor._states) == last.logprobs.num_sequences == 0
 
 
 @pytest.mark.parametrize("is_of_model", [True, False])
@@ -178,7 +180,8 @@ def test_what_is_computed_again_is_reported_once(monkeypatch: pytest.MonkeyPatch
         most_rows = max(most_rows, len(hidden_SD))
         return type(model).head(workers[-1].model, hidden_SD)
 
-    keeper = workers[-1].logprobs
+    assert workers[-1].last_stage is not None
+    keeper = workers[-1].last_stage.logprobs
     of_prompts = keeper.prompts
     monkeypatch.setattr(keeper, "prompts", lambda batch, hidden_TD, _head: of_prompts(batch, hidden_TD, head))
     scheduler = scheduler_for(plan, 64)

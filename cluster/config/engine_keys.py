@@ -180,6 +180,12 @@ class BatchingKeys(KeyGroup):
         "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
         "Only pages that no request needs are kept.",
     )
+    async_scheduling: bool = key(
+        True,
+        "Submit the next step before the tokens of the last one are known, where that hides a share of the time that matters "
+        "(docs/async-scheduling.md). Only in pipelines of one stage without expert actors, speculation or max_in_flight, and "
+        "not with --local.",
+    )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
         None,
         "Draft tokens and verify several in one step (docs/speculation.md), as JSON with vLLM's keys: "

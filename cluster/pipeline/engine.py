@@ -145,8 +145,19 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
         shares_prefixes=config.share_prefixes,
         model=model,
         speculative=config.speculative_config,
+        async_scheduling=_schedules_async(config, plan),
     )
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
+
+
+def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
+    """Return whether steps are submitted before the tokens of those before them are known.
+
+    Several stages are kept busy by several micro-batches, and drafts go ahead of tokens in their own way. With expert actors a
+    step begins before the one before it has sampled. With ``--local`` there is next to nothing between two steps.
+    """
+    is_possible = len(plan.stages) == 1 and not (plan.experts or config.speculative_config or config.local)
+    return config.async_scheduling and is_possible and config.max_in_flight is None
 
 
 def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
@@ -155,9 +166,13 @@ def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     if max_in_flight is not None:
         return FixedInFlightPolicy(max_in_flight, config.max_num_batched_tokens)
     itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
-    open_per_stage = config.ping_pong if plan.experts else None
     return BalancedPolicy(
-        len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.max_concurrent_stages, open_per_stage
+        len(plan.stages),
+        config.max_num_batched_tokens,
+        itl_target_s,
+        plan.max_concurrent_stages,
+        open_per_stage=config.ping_pong if plan.experts else None,
+        async_scheduling=_schedules_async(config, plan),
     )
 
 

@@ -29,6 +29,7 @@ class SchedulerLimits:
     shares_prefixes: bool = False  # also with those of other tenants
     model: str = ""  # mark of the model and its weights
     speculative: SpeculativeConfig | None = None
+    async_scheduling: bool = False  # whether decodes follow each other before the tokens between them are known
 
     def cache_salt(self, tenant: str) -> str:
         """Return the salt of the keys of cached pages."""

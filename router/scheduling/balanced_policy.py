@@ -18,12 +18,11 @@ from tramontane.router.scheduling.policy import (
     has_prompts,
     reserved_for_prefill,
 )
-from tramontane.router.scheduling.round_times import InFlightTuner, SpreadTuner
+from tramontane.router.scheduling.round_times import InFlightTuner, PromptSpread, SpreadTuner, StepGap
 
 MIN_BREAK_EVEN, BREAK_EVEN_MARGIN = 0.02, 1.2  # of drafts: a fit of few times may find that a row costs nothing
 MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
 TRANSIT_GROWTH = 1.01  # with each micro-batch: the least time between stages counts half after 70
-COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
 MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
 
@@ -42,6 +41,8 @@ class BalancedPolicy:
     * Prompts that are more urgent than another running sequence share no micro-batch with others, and are always cut
       to be finished soonest.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
+    * With asynchronous scheduling, for one stage, every micro-batch has all decodes, and the next one is submitted while it is
+      computed if the stage would else wait for a share of the time that matters (``StepGap``).
     """
 
     overlaps_chunks = True
@@ -53,7 +54,11 @@ class BalancedPolicy:
         itl_target_s: float | None = None,
         stages_at_once: int | None = None,
         open_per_stage: int | None = None,
+        async_scheduling: bool = False,
     ) -> None:
+        assert not async_scheduling or (num_stages == 1 and open_per_stage is None)
+        self._async_scheduling = async_scheduling
+        self._step_gap = StepGap()
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
         self._columns = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
         self._cost = CostModel(self._columns.num_columns)
@@ -77,6 +82,11 @@ class BalancedPolicy:
         """M, as measured so far."""
         return self._in_flight_tuner.max_in_flight
 
+    @property
+    def _num_per_round(self) -> int:
+        """Micro-batches in which each decoding sequence may have one token."""
+        return 1 if self._async_scheduling else self.max_in_flight
+
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """See ``Policy``."""
         if state.num_in_flight >= self.max_in_flight:
@@ -90,9 +100,11 @@ class BalancedPolicy:
             return BatchBudget(own.decodes, self._prefill(state, spread, own))
         rounds_s = self._rounds_s(state)
         spread = self._spread_tuner.choose(rounds_s)
-        if state.num_in_flight >= spread:
+        goes_ahead = self._async_scheduling and self._step_gap.is_long(rounds_s[spread])
+        if state.num_in_flight >= spread + goes_ahead:
             return None
-        return BatchBudget(self._decodes(state, spread).decodes, 0, spread, rounds_s[spread])
+        is_alone = self._async_scheduling and not state.num_in_flight and state.num_ready > 0
+        return BatchBudget(self._decodes(state, spread).decodes, 0, spread, rounds_s[spread], is_alone)
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """See ``Policy``."""
@@ -100,6 +112,7 @@ class BalancedPolicy:
             self._cost.observe(work, self._columns.columns(timings))
             self._in_flight_tuner.observe(timings)
             self._observe_transit(timings)
+            self._step_gap.observe(timings[0], is_alone=budget.is_alone)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
             self._spread_tuner.observe(0 if has_drafts else budget.spread, budget.round_s, timings[-1].ended_at)
 
@@ -154,7 +167,7 @@ class BalancedPolicy:
 
         They are computed again after a new fit, for another number of decodes, or when the visible keys have changed by 4%.
         """
-        widest = max(min(self.max_in_flight, state.num_decoding), 1)
+        widest = max(min(self._num_per_round, state.num_decoding), 1)
         key = (self._cost.version, widest, state.num_decoding, int(16 * math.log2(max(state.decoding_keys, 1))))
         if key != self._rounds_cache[0]:
             spreads = [m for m in self._spreads if m < widest] + [widest]
@@ -240,39 +253,13 @@ class BalancedPolicy:
         smallest = min(MIN_CHUNK, size)
         sizes = [max(size * eighths // 8, smallest) for eighths in range(8, 0, -1)]
         slowest, through = self._predict([_with_prefill(own, each, state.prefill_start) for each in sizes])
-        rounds = np.maximum(slowest * self.max_in_flight, through)
+        rounds = np.maximum(slowest * self._num_per_round, through)
         fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
         return fitting[0] if fitting else smallest
 
     def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
         """Return for each micro-batch the time of the slowest stage, and the time through the whole pipeline."""
         return self._columns.bottleneck_and_latency(self._cost.predict(works))
-
-
-class PromptSpread:
-    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other prompts arrive.
-
-    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are left over 3, and 90 new ones
-    over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of what is left, again and again, would become ever smaller
-    pieces, of which each reads all weights.
-    """
-
-    def __init__(self) -> None:
-        self._num_left, self._pieces_left = 0, 1.0
-
-    def pieces(self, pending: int, pieces_of_new: int) -> int:
-        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in ``pieces_of_new``."""
-        num_left = min(self._num_left, pending)
-        self._pieces_left = (num_left * self._pieces_left + (pending - num_left) * pieces_of_new) / pending
-        return max(math.ceil(self._pieces_left), 1)
-
-    def clear(self) -> None:
-        """Count all that waits as new: other micro-batches than these may have taken of it."""
-        self._num_left = 0
-
-    def record(self, pending: int, taken: int) -> None:
-        """Record that so many of the pending tokens go now."""
-        self._num_left, self._pieces_left = max(pending - taken, 0), max(self._pieces_left - COUNTDOWN, 1.0)
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:

@@ -11,7 +11,7 @@ from operator import add
 
 from tramontane.proto.plan import SpeculativeConfig
 from tramontane.proto.request import NUM_PRIORITIES
-from tramontane.proto.step import Chunk, DecodeColumns
+from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import WorkEstimator
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
@@ -145,6 +145,18 @@ class DecodeQueue:
             self.num_sequences -= 1
             self.num_keys -= self._work_estimator.visible_keys(sequence.num_known)
 
+    def add_placeholders(self, sequences: Iterable[Sequence]) -> None:
+        """Make sequences ready again before the token is known that the micro-batch just made samples for them.
+
+        Prompt of 3, at most 5 tokens: once the prompt is submitted, a placeholder stands for the fourth token. Once that is, none
+        does for the fifth: the last token of all is never submitted.
+        """
+        for sequence in sequences:
+            num_tokens = sequence.num_known + sequence.num_placeholders + 1
+            if num_tokens < sequence.max_len and sequence.status is SequenceStatus.RUNNING:
+                sequence.num_placeholders += 1
+                self.add(sequence)
+
     def record_growth(self, lengths: Several[int]) -> None:
         """Count one token more for sequences that now have these lengths: each sees one key more, up to the window."""
         self.num_keys += self._work_estimator.visible_keys_gained(lengths)
@@ -165,7 +177,7 @@ class DecodeQueue:
         num_left = 0 if limits is None else limits.max_rows - min(max_decodes, len(ready))
         while ready and len(going) < max_decodes:
             sequence = ready[0]
-            end = num_known = sequence.num_known
+            end = num_tokens = sequence.num_known + sequence.num_placeholders
             if limits is not None:
                 drafts.append(self._draft(sequence, limits, num_left))
                 end += len(drafts[-1])
@@ -176,25 +188,22 @@ class DecodeQueue:
                     if preempt():
                         continue
                     break
-                grown.append((num_rows + end - num_known, self._allocator.allocate(sequence, num_known - 1, end)))
+                grown.append((num_rows + end - num_tokens, self._allocator.allocate(sequence, num_tokens - 1, end)))
             ready.popleft()
             going.append(sequence)
-            sequence.num_dispatched = num_known
+            sequence.num_dispatched = num_tokens
             sequence.num_in_flight += 1
-            num_rows += 1 + end - num_known
-            num_left -= end - num_known
+            num_rows += 1 + end - num_tokens
+            num_left -= end - num_tokens
         if any(drafts):
             return going, [1 + len(each) for each in drafts], _with_drafts(going, drafts, tuple(grown))
-        return (
-            going,
-            [],
-            DecodeColumns(
-                seq_ids=tuple([s.seq_id for s in going]),
-                starts=tuple([s.num_known - 1 for s in going]),
-                token_ids=tuple([s.output_ids[-1] for s in going]),
-                new_pages=tuple(grown),
-            ),
+        columns = DecodeColumns(
+            seq_ids=tuple([s.seq_id for s in going]),
+            starts=tuple([s.num_dispatched - 1 for s in going]),
+            token_ids=tuple([PLACEHOLDER_TOKEN if s.num_placeholders else s.output_ids[-1] for s in going]),
+            new_pages=tuple(grown),
         )
+        return going, [], columns
 
     def _draft(self, sequence: Sequence, limits: DraftLimits, num_left: int) -> tuple[int, ...]:
         """Return drafts of the tokens after the next one, for which pages are reserved.

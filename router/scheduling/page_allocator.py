@@ -174,8 +174,8 @@ class PageAllocator:
         self._just_written.clear()
 
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
-        """Make known what is in the pages that so many positions fill."""
-        num_blocks = num_positions // self.cache.page_size
+        """Make known what is in the pages that so many positions fill, as far as their tokens are known."""
+        num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
         if num_blocks <= sequence.num_registered or not self._reuses_prefixes:
             return
         self._hash_blocks(sequence, num_blocks)

@@ -106,6 +106,7 @@ class BatchBudget:
     prefill_tokens: int
     spread: int = 0  # over how many micro-batches decodes are spread; 0 if this one may have prompt tokens
     round_s: float = 0.0  # expected time of a round of these micro-batches
+    is_alone: bool = False  # nothing else was in flight, and its decodes continue those of the last one
 
 
 NO_BUDGET = BatchBudget(0, 0)

@@ -80,7 +80,10 @@ class ResultApplier:
                 sequence.output_ids.append(token_id)
                 sequence.num_known = num_known
                 lengths.append(num_known)
-                ready.append(sequence)
+                if sequence.num_placeholders:  # it became ready when this step was submitted
+                    sequence.num_placeholders -= 1
+                else:
+                    ready.append(sequence)
                 accepted.append((sequence.seq_id, token_id, None))
             else:
                 accepted += self._apply(sequence, (token_id,), finished.get(sequence.seq_id))
@@ -133,7 +136,9 @@ class ResultApplier:
         state = sequence.speculation  # None once it is descheduled
         is_submitted = state is not None and state.update(sequence.output_ids)
         sequence.num_dispatched += len(accepted) - (not is_submitted)  # right drafts have been computed, or will be
-        if sequence.status is RUNNING and not is_submitted:
+        if sequence.num_placeholders:
+            sequence.num_placeholders -= 1
+        elif sequence.status is RUNNING and not is_submitted:
             self._decodes.add(sequence)
         if self._poison_detector.clear(sequence):
             self._deschedule(sequence, PREEMPTED)

@@ -1,5 +1,7 @@
-"""How many micro-batches: those that decodes are spread over, and those in flight, from predicted and measured times."""
+"""How many micro-batches: those that work is spread over, and those in flight, from predicted and measured times."""
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,9 @@ SMOOTHING = 0.3  # weight of the newest correction
 MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
 SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
 SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
+COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
 ADJUST_EVERY = 4  # micro-batches per stage
+NUM_GAPS = 4  # between steps, of which the shortest counts
 
 
 @dataclass
@@ -83,6 +87,30 @@ class SpreadTuner:
         return self._known.setdefault(spread, _SpreadStats())
 
 
+class StepGap:
+    """Measures how long the only stage waits for its next step if this is submitted when the last one's tokens are known.
+
+    Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one step more, and compute a
+    row in vain for each sequence that ends with a stop token, so they have to be worth it: 1.5 ms are, where a step takes 20 ms,
+    and not where it takes 200 ms. Only a step that is submitted to an idle pipeline shows the gap. The shortest of the last ones
+    counts, as the router may have been busy.
+    """
+
+    def __init__(self) -> None:
+        self._last_end = 0.0
+        self._gaps_s = deque[float](maxlen=NUM_GAPS)
+
+    def is_long(self, step_s: float) -> bool:
+        """Return whether the stage waits for a share of the time that matters. False until ``NUM_GAPS`` have been seen."""
+        return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
+
+    def observe(self, timing: StageTiming, *, is_alone: bool) -> None:
+        """Record a step. ``is_alone``: it was submitted after the one before it had returned, and continues its decodes."""
+        if is_alone and self._last_end:
+            self._gaps_s.append(max(timing.started_at - self._last_end, 0.0))
+        self._last_end = timing.ended_at
+
+
 class InFlightTuner:
     """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy."""
 
@@ -119,3 +147,29 @@ class InFlightTuner:
         if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
             self.max_in_flight = min(self.max_in_flight + 1, self._limit)
         self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
+
+
+class PromptSpread:
+    """Over how many micro-batches waiting prompts are still spread: ever fewer, and more when other prompts arrive.
+
+    160 tokens over 4 pieces: 40 go. 120 are left over 3.5, that is 4: 30 go. Of the 90 that are left over 3, and 90 new ones
+    over 4, (90 * 3 + 90 * 4) / 180 = 3.5, again 4: 45 go. A fourth of what is left, again and again, would become ever smaller
+    pieces, of which each reads all weights.
+    """
+
+    def __init__(self) -> None:
+        self._num_left, self._pieces_left = 0, 1.0
+
+    def pieces(self, pending: int, pieces_of_new: int) -> int:
+        """Return the number of pieces in which ``pending`` tokens go, of which new ones go in ``pieces_of_new``."""
+        num_left = min(self._num_left, pending)
+        self._pieces_left = (num_left * self._pieces_left + (pending - num_left) * pieces_of_new) / pending
+        return max(math.ceil(self._pieces_left), 1)
+
+    def clear(self) -> None:
+        """Count all that waits as new: other micro-batches than these may have taken of it."""
+        self._num_left = 0
+
+    def record(self, pending: int, taken: int) -> None:
+        """Record that so many of the pending tokens go now."""
+        self._num_left, self._pieces_left = max(pending - taken, 0), max(self._pieces_left - COUNTDOWN, 1.0)

@@ -88,7 +88,7 @@ class RunningSet:
         self.allocator.check_integrity(self.by_id.values())
         assert len(self.by_id) <= self.num_slots
         for sequence in self.by_id.values():
-            assert sequence.num_dispatched <= sequence.num_known
+            assert sequence.num_dispatched <= sequence.num_known + sequence.num_placeholders
             assert sequence.status is SequenceStatus.RUNNING or sequence.num_in_flight > 0
         levels = [s.effective_priority for s in self.by_id.values()]
         assert self._num_by_level == [levels.count(level) for level in range(NUM_PRIORITIES)]
@@ -114,7 +114,7 @@ def measure_load(running: RunningSet, waiting: Iterable[Sequence], estimator: Wo
     page_shares = [sum(needs) / c.num_pages for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)]
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_PRIORITIES)]
     for s in sequences:
-        spans[s.effective_priority].append((s.num_dispatched, s.num_known, expected_decodes(s)))
+        spans[s.effective_priority].append((min(s.num_dispatched, s.num_known), s.num_known, expected_decodes(s)))
     left = tuple(accumulate(map(estimator.work_left, spans), BatchWork.__add__))
     return PipelineLoad(max([len(sequences) / running.num_slots, *page_shares]), sum(s.num_known for s in sequences), left)
 

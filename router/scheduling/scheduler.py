@@ -78,6 +78,8 @@ class Scheduler:
         if chunks:
             chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # single tokens last, next to the decodes
             age_starved([self._running.by_id[c.seq_id] for c in chunks], self._waiting, self._prefills, self._running)
+        if self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES:  # else one is to be preempted
+            self._decodes.add_placeholders([*decoding, *(self._running.by_id[c.seq_id] for c in chunks if c.needs_sample)])
         return self._make_batch(budget, chunks, decodes, decoding, counts)
 
     def _batch_ahead(self, state: SchedulerState) -> MicroBatch | None:
@@ -294,5 +296,5 @@ class Scheduler:
         if sequence.is_started:
             self._freed.append(sequence.seq_id)
         if sequence.status is PREEMPTED:
-            sequence.status, sequence.num_dispatched, sequence.is_started = WAITING, 0, False
+            sequence.status, sequence.is_started, sequence.num_dispatched, sequence.num_placeholders = WAITING, False, 0, 0
             self._waiting.push(sequence)

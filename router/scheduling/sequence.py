@@ -34,6 +34,7 @@ class Sequence:
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
     num_dispatched: int = 0  # tokens submitted to the pipeline so far, or cached there
     num_in_flight: int = 0  # micro-batches submitted and not yet completed
+    num_placeholders: int = 0  # tokens after the known ones, which steps in flight sample and later steps may begin with
     is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # per window class, those that it holds, in the order of positions
     reserved_pages: list[int] = field(default_factory=list)  # pages per window class that no other sequence may take
@@ -66,8 +67,8 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens not yet submitted; 0 while a decode token waits for its predecessor."""
-        return self.num_known - self.num_dispatched
+        """Tokens not yet submitted, known or placeholders; 0 while a decode token waits for its predecessor."""
+        return self.num_known + self.num_placeholders - self.num_dispatched
 
     @property
     def can_skip_prefix(self) -> bool:

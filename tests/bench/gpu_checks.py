@@ -109,7 +109,7 @@ def _logits(args: ModelArgs, device: str, dtype: str, drawn_on: str) -> tuple[Te
 @contextmanager
 def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
     """Record the logits of every step that samples, on the CPU."""
-    sampler, recorded = runner.worker.token_sampler, list[Tensor]()
+    sampler, recorded = runner.worker.last_stage.token_sampler, list[Tensor]()
     sample = sampler.sample
 
     def record(logits_SV: Tensor, rows: SampledRows) -> SampledTokens:

@@ -19,23 +19,21 @@ Ratios of tokens per second are medians of the rounds' ratios. All tokens have t
 
 import argparse
 import os
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engine_process import EngineError, EngineProcess
 from engines import our_engine, vllm_engine
+from engines_in_turns import EngineTurns, Work
 from peer_environments import PeerMissingError
 from peer_smollm2 import smollm2
 from peers import DTYPE, HERE
 from rich.console import Console
-from rich.table import Table
 from targets import Target, at_least, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
@@ -53,13 +51,6 @@ QUESTION = (
     "on the back of an envelope. He thanked her and hurried away. A week later Margaret found a letter on her table. "
     "Inside were two tickets to the theatre and a note that said thank you for the map."
 )
-
-
-class Work(NamedTuple):
-    """Prompts for all engines of one model."""
-
-    prompts: list[tuple[int, ...]]
-    sampling: dict[str, Any]
 
 
 def edit_work(folder: Path) -> dict[str, Work]:
@@ -82,15 +73,13 @@ def demo_works() -> dict[str, Work]:
 
 
 class Bench:
-    """``tokens_per_s`` of every round, by work and system; ``different``: works whose tokens were not the same."""
+    """The measured ``turns``, and what could not be measured."""
 
     def __init__(self, cache: Path, console: Console) -> None:
         self._cache, self._console = cache, console
-        self.tokens_per_s: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.different: list[str] = []
+        self.turns = EngineTurns(console, comparable=(WITH, WITHOUT))
         self.about: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self._answers: dict[str, list[list[int]]] = {}
 
     def run(self, rounds: int, num_drafts: int, peers: list[str]) -> None:
         try:
@@ -99,9 +88,9 @@ class Bench:
             self.missing[EDIT] = str(error)
         else:
             with self._engines(model, DTYPE, num_drafts, peers) as engines:
-                self._measure(engines, edit_work(model), rounds)
+                self.turns.measure(engines, edit_work(model), rounds)
         with self._engines(DEMO_MODEL, "float32", num_drafts, []) as engines:
-            self._measure(engines, demo_works(), rounds)
+            self.turns.measure(engines, demo_works(), rounds)
 
     @contextmanager
     def _engines(self, model: Path, dtype: str, num_drafts: int, peers: list[str]) -> Iterator[dict[str, EngineProcess]]:
@@ -121,46 +110,19 @@ class Bench:
             self.about |= {f"{name}, {model.name}": engine.about for name, engine in engines.items()}
             yield engines
 
-    def _measure(self, engines: dict[str, EngineProcess], works: dict[str, Work], rounds: int) -> None:
-        """Give the works to all engines in turns. The first round warms up, and trains the cost model; it does not count."""
-        for number in range(rounds + 1):
-            self._console.print(f"round {number} of {rounds}: {', '.join(works)} ...", style="dim")
-            for name, work in works.items():
-                for system in list(engines) if number % 2 else reversed(engines):
-                    seconds, answers = engines[system].run(*work)
-                    if number:
-                        self.tokens_per_s[name][system].append(sum(map(len, answers)) / seconds)
-                    if system in (WITH, WITHOUT) and self._answers.setdefault(name, answers) != answers:
-                        self.different.append(f"{name}, {system}")
-
-    def ratio(self, work: str, system: str = WITH, against: str = WITHOUT) -> float:
-        """Return the median of the rounds' ratios."""
-        pairs = zip(self.tokens_per_s[work][system], self.tokens_per_s[work][against], strict=True)
-        return statistics.median(own / other for own, other in pairs)
-
 
 def targets(bench: Bench) -> list[Target]:
-    found = []
-    if bench.tokens_per_s[EDIT]:
-        found.append(at_least(f"{EDIT}: tokens/s, with / without", bench.ratio(EDIT), 1.8, "x"))
-    if PEER_WITH in bench.tokens_per_s[EDIT]:
-        found.append(at_least(f"{EDIT}: tokens/s, with / {PEER_WITH}", bench.ratio(EDIT, WITH, PEER_WITH), 1.0, "x"))
+    turns, found = bench.turns, []
+    if turns.tokens_per_s[EDIT]:
+        found.append(at_least(f"{EDIT}: tokens/s, with / without", turns.ratio(EDIT, WITH, WITHOUT), 1.8, "x"))
+    if PEER_WITH in turns.tokens_per_s[EDIT]:
+        found.append(at_least(f"{EDIT}: tokens/s, with / {PEER_WITH}", turns.ratio(EDIT, WITH, PEER_WITH), 1.0, "x"))
     return [
         *found,
-        at_least(f"{RANDOM}: tokens/s, with / without", bench.ratio(RANDOM), 0.98, "x"),
-        at_least(f"{MANY}: tokens/s, with / without", bench.ratio(MANY), 0.98, "x"),
-        none_of("answers with other tokens", bench.different),
+        *(at_least(f"{work}: tokens/s, with / without", turns.ratio(work, WITH, WITHOUT), 0.98, "x") for work in (RANDOM, MANY)),
+        none_of("answers with other tokens", turns.different),
         none_of("systems and models that could not be measured", sorted(bench.missing)),
     ]
-
-
-def show(bench: Bench) -> Table:
-    table = Table("work", "system", "tokens/s of each round", "ratio to without")
-    for work, systems in bench.tokens_per_s.items():
-        for system, figures in systems.items():
-            ratio = "" if system == WITHOUT else f"{bench.ratio(work, system):.2f}"
-            table.add_row(work, system, " ".join(f"{each:,.0f}" for each in figures), ratio)
-    return table
 
 
 def main() -> None:
@@ -175,8 +137,8 @@ def main() -> None:
     os.makedirs(cache, exist_ok=True)
     bench = Bench(cache, Console(stderr=True, highlight=False))
     bench.run(options.rounds, options.drafts, options.only)
-    data = {"tokens_per_s": bench.tokens_per_s, "systems": bench.about, "missing": bench.missing}
-    conclude(targets(bench), show(bench), data=data, as_json=options.json)
+    data = {"tokens_per_s": bench.turns.tokens_per_s, "systems": bench.about, "missing": bench.missing}
+    conclude(targets(bench), bench.turns.table(WITHOUT), data=data, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams, TokenEvent
-from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import NO_TOKEN, PLACEHOLDER_TOKEN, Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -55,17 +55,34 @@ class FakePipeline:
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
     num_stages: int = 0  # with timings in the results
     now: float = 0.0
+    gap_s: float = 0.0  # between two micro-batches
     num_drafts: int = 0
     num_accepted: int = 0
     num_ahead: int = 0  # micro-batches of nothing but drafts
     latest: dict[int, tuple[int, int]] = field(default_factory=dict)  # position and id of the last token of each sequence
+    num_placeholders: int = 0
 
     def submit(self) -> MicroBatch | None:
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._check(batch)
-            self.in_flight.append(batch)
+            filled = self._filled(batch)
+            self._check(filled)
+            self.in_flight.append(filled)
         return batch
+
+    def _filled(self, batch: MicroBatch) -> MicroBatch:
+        """Put the tokens in the places of placeholders that micro-batches in flight sample, as the stage does."""
+        if not self.scheduler.limits.async_scheduling:
+            assert PLACEHOLDER_TOKEN not in batch.decodes.token_ids
+            return batch
+        columns = list(zip(*batch.decodes[:3], strict=True))
+        self.num_placeholders += batch.decodes.token_ids.count(PLACEHOLDER_TOKEN)
+        for seq_id, start, token_id in columns:
+            sampled = [(c.seq_id, c.start + c.num_tokens) for b in self.in_flight for c in b.chunks if c.needs_sample]
+            sampled += [(seq, at + 1) for b in self.in_flight for seq, at in zip(*b.decodes[:2], strict=True)]
+            assert ((seq_id, start) in sampled) == (token_id == PLACEHOLDER_TOKEN), "a placeholder is what is not known yet"
+        tokens = [self.token_at(seq, start) if token == PLACEHOLDER_TOKEN else token for seq, start, token in columns]
+        return replace(batch, decodes=batch.decodes._replace(token_ids=tuple(tokens)))
 
     def answer(self, token_id: int | None = None) -> None:
         batch = self.in_flight.popleft()
@@ -97,7 +114,7 @@ class FakePipeline:
 
     def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
         """Return timings as if each stage computed right after the one before it."""
-        timings = []
+        timings, self.now = [], self.now + self.gap_s
         for stage in range(self.num_stages):
             timings.append(StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens))
             self.now = timings[-1].ended_at
@@ -205,7 +222,10 @@ def new_pipeline(
     in_flight: int = 3,
     policy: Policy | None = None,
     speculative: SpeculativeConfig | None = None,
+    async_scheduling: bool = False,
 ) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
-    limits = SchedulerLimits(seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True, speculative=speculative)
+    limits = SchedulerLimits(
+        seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True, speculative=speculative, async_scheduling=async_scheduling
+    )
     return FakePipeline(Scheduler(cache, limits, policy))

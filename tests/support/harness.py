@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -137,10 +138,12 @@ def run_in_process(
     budget: int = 512,
     max_in_flight: int | None = None,
     together: bool = True,
+    async_scheduling: bool = False,
 ) -> list[list[int]]:
     chain = LocalStageChain(workers)
     try:
         scheduler = scheduler_for(plan, budget, FixedInFlightPolicy(max_in_flight, budget) if max_in_flight else None)
+        scheduler.limits = replace(scheduler.limits, async_scheduling=async_scheduling)
         return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
     finally:
         chain.close()

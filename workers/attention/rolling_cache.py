@@ -82,7 +82,7 @@ class SequenceTable:
     """State of each live sequence on this stage: slot, page rings and parameters."""
 
     def __init__(self, cache: CachePlan, max_num_seqs: int, device: torch.device) -> None:
-        self._page_size, self._classes = cache.page_size, cache.classes
+        self._page_size, self._classes, self.device = cache.page_size, cache.classes, device
         self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
         self.slots: dict[int, int] = {}
         self.sampling: dict[int, SamplingParams] = {}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.latest_tokens import LatestTokens
 
 INITIAL_ROWS = 4  # of token counts
 
@@ -44,10 +45,10 @@ class TokenCounts:
         """Mark tokens as part of the prompt of a row."""
         self._prompt_NV[row, self._index(token_ids)] = True
 
-    def add_output(self, rows: list[int], token_ids: list[int]) -> None:
-        """Count one more of each token in its row. Pairs of row and token may repeat."""
+    def add_output(self, rows: list[int], token_ids: Tensor) -> None:
+        """Count one more of each token (on the device) in its row. Pairs of row and token may repeat."""
         ones = torch.ones(len(rows), dtype=torch.int32, device=self._output_NV.device)
-        self._output_NV.index_put_((self._index(rows), self._index(token_ids)), ones, accumulate=True)
+        self._output_NV.index_put_((self._index(rows), token_ids), ones, accumulate=True)
 
     def counts(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Return how often each token is in the output [R, V], and whether it is in prompt or output [R, V]."""
@@ -90,15 +91,15 @@ class LogitsProcessor:
         self._counts = TokenCounts(vocab_size, device)
         self._states: dict[int, LogitsState] = {}
 
-    def update(self, batch: MicroBatch) -> None:
-        """Remove freed sequences, add new ones, count tokens."""
+    def update(self, batch: MicroBatch, latest_tokens: LatestTokens | None = None) -> None:
+        """Remove freed sequences, add new ones, count tokens; ``latest_tokens`` has those that are placeholders in the batch."""
         for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
         for chunk in batch.chunks:
             if chunk.sampling is not None and chunk.sampling.needs_logits_processing:
                 self._states[chunk.seq_id] = self._new_state(chunk.sampling, chunk.num_prompt)
         if self._states:
-            self._count(batch)
+            self._count(batch, latest_tokens)
 
     def clear(self) -> None:
         """Remove all sequences."""
@@ -121,7 +122,7 @@ class LogitsProcessor:
     def count_draft(self, seq_id: int, token_id: int) -> None:
         """Count a draft that is right, before the token after it is sampled."""
         if (state := self._states.get(seq_id)) is not None and state.row is not None:
-            self._counts.add_output([state.row], [token_id])
+            self._counts.add_output([state.row], tensor_on([token_id], torch.int64, self._device))
 
     def _new_state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
         token_ids, biases = [token_id for token_id, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
@@ -138,7 +139,7 @@ class LogitsProcessor:
         if state is not None and state.row is not None:
             self._counts.free(state.row)
 
-    def _count(self, batch: MicroBatch) -> None:
+    def _count(self, batch: MicroBatch, latest_tokens: LatestTokens | None) -> None:
         rows: list[int] = []
         token_ids: list[int] = []
         for chunk in batch.chunks:
@@ -146,14 +147,21 @@ class LogitsProcessor:
                 output_ids = self._count_prompt(state.row, state.num_prompt, chunk)
                 rows += [state.row] * len(output_ids)
                 token_ids += output_ids
-        previous = None
+        previous, sampled = None, dict[int, int]()  # rows of counts, by the sequence, whose tokens are on the device
         for seq_id, token_id in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
             is_draft, previous = seq_id == previous, seq_id
-            if not is_draft and (state := self._states.get(seq_id)) is not None and state.row is not None:
+            if is_draft or (state := self._states.get(seq_id)) is None or state.row is None:
+                continue
+            if token_id == PLACEHOLDER_TOKEN:
+                sampled[seq_id] = state.row
+            else:
                 rows.append(state.row)
                 token_ids.append(token_id)
         if rows:
-            self._counts.add_output(rows, token_ids)
+            self._counts.add_output(rows, tensor_on(token_ids, torch.int64, self._device))
+        if sampled:
+            assert latest_tokens is not None, "only a pipeline of one stage has placeholders"
+            self._counts.add_output(list(sampled.values()), latest_tokens.of(list(sampled)))
 
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
         """Count the prompt tokens of a chunk; return the rest.

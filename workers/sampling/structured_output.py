@@ -118,9 +118,7 @@ class StructuredOutputManager:
     def update(self, batch: MicroBatch) -> None:
         """Remove freed sequences, add new ones, and advance those that are computed again by their output."""
         for seq_id in batch.freed_seq_ids if self._states else ():
-            self._states.pop(seq_id, None)
-            self._request_ids.pop(seq_id, None)
-            self._ignore_eos.discard(seq_id)
+            self._forget(seq_id)
         for chunk in batch.chunks:
             if chunk.sampling is not None and chunk.sampling.grammar:
                 self._request_ids[chunk.seq_id] = chunk.request_id
@@ -156,6 +154,11 @@ class StructuredOutputManager:
             if seq_id in self._states and (reason := self._finish(seq_id, token_id))
         )
 
+    def _forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)
+        self._request_ids.pop(seq_id, None)
+        self._ignore_eos.discard(seq_id)
+
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
         has_failed = isinstance(self._states[seq_id], GrammarError)  # then an end-of-sequence token means nothing
         if token_id in self._eos and seq_id not in self._ignore_eos and not has_failed:
@@ -163,7 +166,10 @@ class StructuredOutputManager:
         state = self._advance(seq_id, (token_id,))
         if isinstance(state, GrammarError):
             return FinishReason.ERROR
-        return FinishReason.STOP if state.is_complete else None
+        if not state.is_complete:
+            return None
+        self._forget(seq_id)  # a row that was submitted before the end was known needs no mask
+        return FinishReason.STOP
 
     def _advance(self, seq_id: int, token_ids: Sequence[int]) -> GrammarState | GrammarError:
         state = self._states[seq_id]

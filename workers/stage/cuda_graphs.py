@@ -26,6 +26,7 @@ from tramontane.workers.device.pinned_memory import fill
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.latest_tokens import LatestTokens
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,10 @@ class CudaGraphRunner:
         table: SequenceTable,
         kernels: AttentionKernels,
         graph_capture: GraphCapture,
+        latest_tokens: LatestTokens | None = None,
     ) -> None:
         self._plan, self._model, self._cache, self._table = plan, model, cache, table
+        self._latest_tokens = latest_tokens
         self._kernels, self._graph_capture = kernels, graph_capture
         self._device, self._dtype = next(iter(cache.layers.values())).k_NGd.device, getattr(torch, plan.dtype)
         self._frequencies = model.rotary_frequencies.to(self._device)
@@ -182,6 +185,8 @@ class CudaGraphRunner:
     def _compute(self, size: Size) -> Tensor:
         num_rows, widths = size
         token_ids_B, slots_B, positions_B = self._inputs[num_rows]
+        if self._latest_tokens is not None:
+            token_ids_B = self._latest_tokens.fill_in(token_ids_B, slots_B)
         decode = tuple(
             DecodeMetadata(ring, slots_B, positions_B, self._kernels.cache_rows(ring, slots_B, positions_B), width, [])
             for ring, width in zip(self._table.rings, widths, strict=True)

@@ -16,7 +16,7 @@ from tramontane.workers.attention.metadata import AttentionMetadata, build_atten
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.device.numerics import Numerics
-from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
+from tramontane.workers.device.pinned_memory import to_device
 from tramontane.workers.device.probe import device_name
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
@@ -24,15 +24,13 @@ from tramontane.workers.model.grouped_query_attention import Attend
 from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
-from tramontane.workers.sampling.logits_processors import LogitsProcessor
-from tramontane.workers.sampling.logprobs import LogprobTracker
-from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
-from tramontane.workers.sampling.token_sampler import TokenSampler
+from tramontane.workers.sampling.latest_tokens import LatestTokens
+from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
@@ -82,13 +80,14 @@ class StageWorker:
         set_fused_ops(model, self.backend.fused_ops)
         cos_sin, frequencies = self.backend.fused_ops.cos_sin, model.rotary_frequencies.to(self.device)
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
+        # Only the single stage of a pipeline both samples tokens and embeds them.
+        is_only = plan.is_first and plan.is_last
+        self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if is_only else None
         self.graphs = self._graph_runner()
-        self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
-        self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
-        params_of, has_exact_sums = self.table.sampling.__getitem__, self.backend.has_exact_sums
-        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, has_exact_sums)
-        self.draft_verifier = DraftVerifier(is_needed=plan.cache.num_drafts > 0)
-        self.logprobs = LogprobTracker(plan.args.vocab_size, has_exact_sums)
+        has_exact_sums = self.backend.has_exact_sums
+        self.last_stage = (
+            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, has_exact_sums) if plan.is_last else None
+        )
         self.numerics = Numerics()  # until ``load`` has found them out
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -145,10 +144,8 @@ class StageWorker:
         """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
         self.table.clear()
-        self.logits_processor.clear()
-        self.structured_output.clear()
-        self.draft_verifier.clear()
-        self.logprobs.clear()
+        if self.last_stage is not None:
+            self.last_stage.clear()
         self.epoch = epoch
         self.next_step_id = 0
 
@@ -218,7 +215,8 @@ class StageWorker:
             or (self.plan.args.moe and (experts is None or not experts.is_graph_safe))
         ):
             return None
-        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.backend.kernels, graph_capture)
+        kernels = self.backend.kernels
+        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, kernels, graph_capture, self.latest_tokens)
 
     def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
         timer = StepTimer(self.backend.make_event)
@@ -226,11 +224,8 @@ class StageWorker:
         self.check_order(batch)
         self.next_step_id += 1
         self.table.update(batch)
-        if self.plan.is_last:
-            self.logits_processor.update(batch)
-            self.structured_output.update(batch)
-            self.draft_verifier.update(batch)
-            self.logprobs.update(batch)
+        if self.last_stage is not None:
+            self.last_stage.update(batch)
         return _Step(batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers))
 
     def _replay_graph(self, step: _Step) -> Tensor | None:
@@ -259,38 +254,42 @@ class StageWorker:
         hidden_TD = self._incoming_hidden(step)
         step.timer.start()
         if hidden_TD is None:
-            hidden_TD = self.model.embed(metadata.token_ids)
+            hidden_TD = self.model.embed(self._token_ids(step.batch, metadata))
         rotary = self.rotary_tables(metadata.positions)
         attend = make_attend(self.plan.args, self.cache, metadata, self.backend.kernels, step.batch, self.table)
         return hidden_TD, rotary, attend
 
+    def _token_ids(self, batch: MicroBatch, metadata: AttentionMetadata) -> Tensor:
+        """Return the tokens of the row, [T]; in the places of placeholders those that have been sampled."""
+        if not batch.decodes.has_placeholders:
+            return metadata.token_ids
+        assert self.latest_tokens is not None, "only a pipeline of one stage has placeholders"
+        assert metadata.decode[0] is not None
+        chunks_T, ones_B = metadata.token_ids.tensor_split([metadata.num_prefill_tokens])
+        return torch.cat([chunks_T, self.latest_tokens.fill_in(ones_B, metadata.decode[0].slots)])
+
     def _finish(self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor) -> PendingOutcome:
         """Compute the logits in the last stage, after the layers."""
-        if not self.plan.is_last:
+        if self.last_stage is None:
             return self._pending_outcome(step, hidden_TD)
-        prompt_logprobs = tuple(self.logprobs.prompts(step.batch, hidden_TD, self.model.head))
-        logits_SV = self.model.head(hidden_TD[metadata.sampled_rows]) if step.batch.sampled_seq_ids else hidden_TD[:0]
-        return self._pending_outcome(step, logits_SV, prompt_logprobs)
+        prompt_logprobs = self.last_stage.prompt_logprobs(step.batch, hidden_TD)
+        return self._pending_outcome(step, self.last_stage.logits(hidden_TD, metadata.sampled_rows), prompt_logprobs)
 
     def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> PendingOutcome:
         """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
         batch, incoming, timer, recorder = step
-        rows = SampledRows.of(batch) if self.plan.is_last and batch.sampled_seq_ids else None
-        sampled = self.token_sampler.sample(done, rows) if rows else None
-        verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids)) if rows and sampled else None
+        last, read_tokens = self.last_stage, None
+        if last is not None:
+            read_tokens = last.sample(batch, done, prompt_logprobs)
         timer.stop()
 
         def read() -> Outcome:
             timings = (*(incoming.timings if incoming else ()), timer.timing(self.plan.stage_id, batch.num_tokens))
             choices = (*(incoming.choices if incoming else ()), *recorder.collect())
-            if not self.plan.is_last:
+            if read_tokens is None:
                 return Activation(done, timings, choices)
-            if rows is None or sampled is None or verdict is None:
-                return StepResult(batch.epoch, batch.step_id, (), timings, choices, prompt_logprobs)
-            token_ids = self.draft_verifier.accepted(verdict)
-            logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, rows.seq_ids, rows.positions))
-            ended = self.token_sampler.finished(sampled, rows, token_ids)
-            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, ended)
+            token_ids, logprobs, finished = read_tokens()
+            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, finished)
 
-        is_stateful = bool(self.structured_output.num_sequences or self.logprobs.num_sequences) or recorder is not NO_RECORDER
-        return PendingOutcome(None if self.plan.is_last else done, is_stateful, read)
+        is_stateful = recorder is not NO_RECORDER or (last is not None and last.is_stateful)
+        return PendingOutcome(None if last is not None else done, is_stateful, read)

@@ -52,6 +52,7 @@ KEYS = {
     "speculative_config": "PSF",
     "max_in_flight": "-S-",
     "enable_prefix_caching": "-SF",
+    "async_scheduling": "-SF",
     "share_prefixes": "-SF",
     "itl_target_ms": "-SF",
     "local": "--F",

@@ -1,4 +1,4 @@
-"""Speculation on Ray's actors: the answers that requests get without it, bit for bit, also while a stage's process dies."""
+"""Speculation and asynchronous scheduling on Ray's actors: the answers that requests get without, also while a stage dies."""
 
 import asyncio
 import os
@@ -151,7 +151,10 @@ def _guess_from(patch: pytest.MonkeyPatch, answers: Sequence[Answer], share: flo
 
 @dataclass
 class Watch:
-    """What happens to one run. With a ``pid``, this process is killed once so many tokens have come, and a draft was right."""
+    """What happens to one run. With a ``pid``, this process is killed once so many tokens have come, and a draft was right.
+
+    Without speculation, once so many tokens have come.
+    """
 
     scheduler: Scheduler
     pid: int = 0
@@ -169,7 +172,8 @@ class Watch:
 
     def on_output(self, output: RequestOutput) -> None:
         self.num_tokens += len(output.events)
-        if self.pid and not self.was_killed and self.num_tokens >= self.kill_after and self.num_accepted:
+        is_due = self.num_accepted or self.scheduler.limits.speculative is None
+        if self.pid and not self.was_killed and self.num_tokens >= self.kill_after and is_due:
             self.was_killed = True
             os.kill(self.pid, signal.SIGKILL)
 
@@ -243,3 +247,21 @@ def test_the_same_answers_while_the_process_of_a_stage_is_killed(
     assert ray.get(stage.health.remote()).pid != watch.pid
     num_before = list(watch.accepted_before.values())[1]  # when the first result after the recovery came
     assert 0 < num_before < watch.num_accepted
+
+
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+def test_the_same_answers_of_steps_that_are_submitted_before_tokens_are_known(
+    folder: Path, expected: list[Answer], link: Link
+) -> None:
+    """All at once, one alone, and while the process of the only stage is killed."""
+    plan = tiny_plan(ARGS, 1, batch_invariant=True)
+    pieces = TokenPieceLoader(folder, ARGS.vocab_size)
+    spec = PipelineSpec(f"async-{link}", plan, folder, threads_per_stage=1, use_gpus=False, link=link, pieces=pieces)
+    limits = SchedulerLimits(24, BUDGET, plan.max_model_len, ARGS.vocab_size, reuses_prefixes=True, async_scheduling=True)
+    with running_chain(spec) as chain:
+        for chosen, is_killed in ((TOGETHER, False), (ALONE, False), (TOGETHER, True)):
+            pid = ray.get(chain.stages[0].health.remote()).pid if is_killed else 0
+            watch = Watch(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, BUDGET)), pid, kill_after=100)
+            answers, num_recoveries = asyncio.run(_ask(chain, watch, chosen))
+            assert answers == [expected[number] for number in chosen]
+            assert watch.was_killed == is_killed == bool(num_recoveries)

@@ -538,6 +538,7 @@ DEFAULTS = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
+    "async_scheduling": True,
     "speculative_config": None,
     "share_prefixes": False,
     "itl_target_ms": None,
@@ -594,6 +595,7 @@ SWITCHES = {  # flag and key: attribute
     "json": "json_output",
     "batch_invariant": "batch_invariant",
     "enable_prefix_caching": "enable_prefix_caching",
+    "async_scheduling": "async_scheduling",
 }
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
 KEYS_WITHOUT_FLAG = {"placement_timeout", "max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}

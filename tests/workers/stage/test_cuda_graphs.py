@@ -126,6 +126,17 @@ def test_the_same_tokens_as_step_by_step(windows: tuple[int | None, ...], sampli
     )
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)])
+def test_the_same_tokens_of_steps_that_begin_with_tokens_on_the_device(sampling: SamplingParams) -> None:
+    """A graph reads the last tokens anew each time that it is replayed."""
+    args = tiny_args(n_layers=3, windows=(24, None, 40))
+    plan, recorder = tiny_plan(args, 1, page_size=4), Replays()
+    recording = _recording(plan, args, recorder)
+    found = run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32, max_in_flight=2, async_scheduling=True)
+    assert found == _step_by_step(args, sampling)[0]
+    assert recorder.num_replayed > 5 * recorder.num_recorded
+
+
 @cache
 def _step_by_step(args: ModelArgs, sampling: SamplingParams) -> tuple[list[list[int]], dict[int, list[int]]]:
     """Tokens and expert load without recordings, in one stage: how many there are makes no difference."""

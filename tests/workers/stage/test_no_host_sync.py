@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
+from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
@@ -102,8 +102,11 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
     )
 
 
-def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
-    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice."""
+def _batches(sampling: SamplingParams, latest: int) -> Iterator[MicroBatch]:
+    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice.
+
+    ``latest``: what stands for a token that has been sampled and not been read.
+    """
 
     def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
         pages = () if start else (seq_id,)
@@ -111,9 +114,9 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
         return Chunk(seq_id, start, token_ids, (pages, pages), first, wants_token)
 
     yield MicroBatch(0, 0, (chunk(0, 0, 9, True),))
-    yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=DecodeColumns((0,), (9,), (4,)))
-    yield MicroBatch(0, 2, (chunk(1, 5, 4, True),), decodes=DecodeColumns((0,), (10,), (4,)))
-    yield MicroBatch(0, 3, (), decodes=DecodeColumns((0, 1), (11, 9), (4, 5)))
+    yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=DecodeColumns((0,), (9,), (latest,)))
+    yield MicroBatch(0, 2, (chunk(1, 5, 4, True),), decodes=DecodeColumns((0,), (10,), (latest,)))
+    yield MicroBatch(0, 3, (), decodes=DecodeColumns((0, 1), (11, 9), (latest, 5)))
     yield MicroBatch(0, 4, (), decodes=DecodeColumns((0, 1), (12, 10), (4, 5)))
 
 
@@ -129,7 +132,7 @@ def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
         worker = _worker(stage, args)
         worker.fence(0)
         assert worker.graphs is not None
-        for batch in _batches(sampling):
+        for batch in _batches(sampling, latest=PLACEHOLDER_TOKEN if num_stages == 1 else 4):
             hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
             with OnePlace():
                 unread = worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))

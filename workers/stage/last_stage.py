@@ -1,0 +1,98 @@
+"""The end of the last stage: from hidden states to the accepted tokens of a step, with the state that sampling has.
+
+Shape letters: T tokens, S sampled rows, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tramontane.proto.plan import StagePlan
+from tramontane.proto.request import FinishReason, Logprobs
+from tramontane.proto.step import MicroBatch
+from tramontane.workers.attention.rolling_cache import SequenceTable
+from tramontane.workers.device.pinned_memory import copy_to_host_async
+from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
+from tramontane.workers.sampling.latest_tokens import LatestTokens
+from tramontane.workers.sampling.logits_processors import LogitsProcessor
+from tramontane.workers.sampling.logprobs import LogprobTracker
+from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
+from tramontane.workers.sampling.token_sampler import TokenSampler
+
+
+class StepTokens(NamedTuple):
+    """What a step has sampled: its part of a ``StepResult``."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    finished: tuple[tuple[int, FinishReason], ...] = ()
+
+
+class LastStage:
+    """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of hidden states [S, D].
+
+    ``latest_tokens``: of the only stage of a pipeline.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        table: SequenceTable,
+        head: Callable[[Tensor], Tensor],
+        read_pieces: LoadVocabulary,
+        latest_tokens: LatestTokens | None,
+        has_exact_sums: bool,
+    ) -> None:
+        vocab_size, eos_token_ids, device = plan.args.vocab_size, plan.args.eos_token_ids, table.device
+        self._head, self._latest_tokens = head, latest_tokens
+        self.logits_processor = LogitsProcessor(vocab_size, eos_token_ids, device)
+        self.structured_output = StructuredOutputManager(read_pieces, vocab_size, eos_token_ids)
+        params_of = table.sampling.__getitem__
+        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, has_exact_sums)
+        self.draft_verifier = DraftVerifier(is_needed=plan.cache.num_drafts > 0)
+        self.logprobs = LogprobTracker(vocab_size, has_exact_sums)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether reading the tokens of a step changes what the next one begins with."""
+        return bool(self.structured_output.num_sequences or self.logprobs.num_sequences)
+
+    def update(self, batch: MicroBatch) -> None:
+        """Remove freed sequences, add new ones, count known tokens."""
+        self.logits_processor.update(batch, self._latest_tokens)
+        self.structured_output.update(batch)
+        self.draft_verifier.update(batch)
+        self.logprobs.update(batch)
+
+    def clear(self) -> None:
+        """Forget all sequences; nothing of the steps that have begun is accepted."""
+        self.logits_processor.clear()
+        self.structured_output.clear()
+        self.draft_verifier.clear()
+        self.logprobs.clear()
+
+    def prompt_logprobs(self, batch: MicroBatch, hidden_TD: Tensor) -> tuple[Logprobs, ...]:
+        """Return the log-probabilities of prompts that ask for them."""
+        return tuple(self.logprobs.prompts(batch, hidden_TD, self._head))
+
+    def logits(self, hidden_TD: Tensor, sampled_rows: Tensor) -> Tensor:
+        """Return the logits [S, V] of the rows to be sampled."""
+        return self._head(hidden_TD[sampled_rows]) if len(sampled_rows) else hidden_TD[:0]
+
+    def sample(self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Logprobs, ...]) -> Callable[[], StepTokens]:
+        """Sample a token for each row; return what reads them, which waits for the device, and is called once."""
+        if not batch.sampled_seq_ids:
+            return lambda: StepTokens(logprobs=prompt_logprobs)
+        rows = SampledRows.of(batch)
+        sampled = self.token_sampler.sample(logits_SV, rows)
+        verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids))
+        if self._latest_tokens is not None and not rows.has_drafts:
+            self._latest_tokens.put(rows.seq_ids, sampled.token_ids)
+
+        def read() -> StepTokens:
+            token_ids = self.draft_verifier.accepted(verdict)
+            logprobs = (*prompt_logprobs, *self.logprobs.sampled(logits_SV, token_ids, rows.seq_ids, rows.positions))
+            return StepTokens(token_ids, logprobs, self.token_sampler.finished(sampled, rows, token_ids))
+
+        return read
