@@ -108,8 +108,8 @@ def test_checks_that_fail_under_the_sanitizer_fail_it(monkeypatch: pytest.Monkey
 
 
 def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys grow by 2 bytes per step: 6 steps warm up, 40 are timed, from 12 to 92 bytes. With 48 bytes of weights, 10 bytes per
-    second and 100 s per step the share is (48 + 52) / 10 / 100.
+    """Keys grow by 2 bytes per step: after 6 + 40 steps 40 are timed, from 92 to 172 bytes. With 48 bytes of weights, 10 bytes
+    per second and 100 s per step the share is (48 + 132) / 10 / 100.
     """
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_speed
@@ -120,16 +120,31 @@ def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.Monkey
         plan, room = SimpleNamespace(args=SimpleNamespace(moe=None)), 1000
         num_steps = 0
 
-        def decode(self, num_steps: int) -> StepTimes:
+        def decode(self, num_steps: int, *, ahead: bool = False) -> StepTimes:
             self.num_steps += num_steps
-            return StepTimes((100.0,) * num_steps, (50.0,) * num_steps)
+            return StepTimes((100.0 if ahead else 120.0,) * num_steps, (50.0,) * num_steps)
 
         def live_bytes(self) -> float:
             return 2.0 * self.num_steps
 
     monkeypatch.setattr(gpu_speed, "weight_bytes_read", lambda _runner, _experts: 48.0)
     row = gpu_speed._decode_row("a row", Runner(), gpu_speed.Walls(10.0, 1.0), None)  # type: ignore[arg-type]
-    assert row.share == pytest.approx(0.1)
+    assert row.share == pytest.approx(0.18)
+    assert row.detail == "100000.00 ms a step, 50000.00 of it on the device; 0 tokens/s; 120000.00 ms where tokens are waited for"
+
+
+def test_steps_that_are_launched_ahead_sample_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_stage
+
+    last, args = [], gpu_stage.shrunk(gpu_stage.MISTRAL_7B)
+    with gpu_stage.running(args, "cpu", max_num_seqs=3, max_len=64) as runner:
+        for ahead in (False, True):
+            runner.prefill(3, 20, 32)
+            assert [len(runner.decode(n, ahead=ahead).whole) for n in (1, 5, 4)] == [1, 5, 4]
+            last.append(runner.last)
+    assert last[0] == last[1]
+    assert len(set(last[0].values())) > 1
 
 
 def test_products_and_prefills_are_timed_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:

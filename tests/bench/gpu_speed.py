@@ -96,19 +96,24 @@ def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) -> Figure:
-    """Measure decodes against the bytes that the timed steps read: weights, experts in use, and the middle step's keys."""
+    """Measure decodes against the bytes that the timed steps read: weights, experts in use, and the middle step's keys.
+
+    Steps are launched before the ones before them have been read, as a server does it with one stage. Experts in use are counted
+    in as many steps before that, whose tokens are waited for.
+    """
     runner.decode(WARM_STEPS)
-    live_before = runner.live_bytes()
-    times, touched = [], []
-    for _ in range(min(STEPS, runner.room)):
+    waiting, touched, num_steps = [], [], min(STEPS, runner.room // 2)
+    for _ in range(num_steps):
         before = _expert_tokens(runner)
-        times.append(runner.decode(1))
+        waiting += runner.decode(1).whole
         touched.append(_touched(before, _expert_tokens(runner)))
-    steps = StepTimes(*(tuple(t for some in times for t in getattr(some, kind)) for kind in ("whole", "device")))
+    live_before = runner.live_bytes()
+    steps = runner.decode(num_steps, ahead=True)
     experts = statistics.mean(touched) if runner.plan.args.moe else None
     live = (live_before + runner.live_bytes()) / 2
     needed_s = (weight_bytes_read(runner, experts) + live) / wall.bytes_per_s
-    detail = _describe(steps, len(runner.sequences)) + (f"; {experts:.1f} experts a layer" if experts else "")
+    detail = f"{_describe(steps, len(runner.sequences))}; {statistics.median(waiting) * 1e3:.2f} ms where tokens are waited for"
+    detail += f"; {experts:.1f} experts a layer" if experts else ""
     return Figure(name, needed_s / statistics.median(steps.whole), "memory wall", target, detail)
 
 

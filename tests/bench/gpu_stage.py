@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan, kv_bytes_per_position
 from tramontane.proto.presets import preset
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import NO_DECODES, Chunk, DecodeColumns, MicroBatch, StepResult
+from tramontane.proto.step import NO_DECODES, PLACEHOLDER_TOKEN, Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
+from tramontane.workers.stage.activation import PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -85,22 +87,34 @@ class Runner:
             self.sequences.append(Sequence(seq_id, tuple(ids), GREEDY, max_len=self.plan.args.max_seq_len))
             assert self.allocator.reserve_for_admission(self.sequences[-1]), "the planned cache is too small for this row"
 
-    def decode(self, num_steps: int) -> StepTimes:
-        """Decode ``num_steps`` tokens of every sequence, one step after the other."""
-        whole, device = [], []
-        for _ in range(num_steps):
-            began = time.perf_counter()
-            starts = [sequence.num_dispatched for sequence in self.sequences]
-            pages = [self._grow(sequence, start + 1) for sequence, start in zip(self.sequences, starts, strict=True)]
-            new_pages = tuple((i, own) for i, own in enumerate(pages) if any(own))
-            ids = tuple(sequence.seq_id for sequence in self.sequences)
-            decodes = DecodeColumns(ids, tuple(starts), tuple(self.last[i] for i in ids), new_pages)
-            result = self.worker.step(self._batch((), decodes), None)
+    def decode(self, num_steps: int, *, ahead: bool = False) -> StepTimes:
+        """Decode ``num_steps`` tokens of every sequence, one step after the other.
+
+        ``ahead``: each step is launched before the one before it has been read, as with asynchronous scheduling. A time is then
+        that from one result to the next.
+        """
+        whole, device, open_steps = list[float](), list[float](), deque[PendingOutcome]()
+        began = time.perf_counter()
+        for number in range(num_steps + ahead):
+            if number < num_steps:
+                open_steps.append(self.worker.launch(self._batch((), self._decodes(are_known=not open_steps)), None))
+            if number < ahead:
+                continue
+            result = open_steps.popleft().read()
             self._complete(result)
-            whole.append(time.perf_counter() - began)
+            before, began = began, time.perf_counter()
+            whole.append(began - before)
             assert isinstance(result, StepResult)
             device.append(result.timings[0].busy_s)
         return StepTimes(tuple(whole), tuple(device))
+
+    def _decodes(self, *, are_known: bool) -> DecodeColumns:
+        """Return a row of every sequence, with its last token if that has been read."""
+        starts = [sequence.num_dispatched for sequence in self.sequences]
+        pages = [self._grow(sequence, start + 1) for sequence, start in zip(self.sequences, starts, strict=True)]
+        ids = tuple(sequence.seq_id for sequence in self.sequences)
+        tokens = tuple(self.last[i] if are_known else PLACEHOLDER_TOKEN for i in ids)
+        return DecodeColumns(ids, tuple(starts), tokens, tuple((i, own) for i, own in enumerate(pages) if any(own)))
 
     def clear(self) -> None:
         for sequence in self.sequences:

@@ -100,6 +100,8 @@ async def run_answers(
     outputs = list(await asyncio.gather(*starmap(one, requests))) if together else [await one(*request) for request in requests]
     scheduler.check_integrity()
     assert scheduler.is_idle
+    is_local = isinstance(chain, LocalStageChain)
+    assert not (is_local and router.health.num_recoveries), "a stage that fails is recovered, and the answers are the same"
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

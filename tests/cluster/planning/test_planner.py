@@ -638,6 +638,25 @@ def test_a_scheduler_caches_prefixes_as_configured() -> None:
     assert (changed.reuses_prefixes, changed.shares_prefixes) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_async"),
+    [
+        ({}, True),
+        ({"async_scheduling": False}, False),
+        ({"local": True}, False),
+        ({"max_in_flight": 2}, False),
+        ({"speculative_config": '{"num_speculative_tokens": 3}'}, False),
+        ({"stages": 2}, False),
+    ],
+)
+def test_one_stage_is_scheduled_asynchronously_unless_that_is_impossible(settings: dict[str, Any], is_async: bool) -> None:
+    config = EngineConfig.build(None, {"stages": 1} | settings)
+    plan = plan_pipeline(config, PRESETS["mistral-7b-v0.1"], Hardware(node_cpus=(8,), node_memory=(80 * GIB,)))
+    scheduler = make_scheduler(config, plan)
+    assert scheduler.limits.async_scheduling == is_async
+    assert getattr(scheduler.policy, "_async_scheduling", False) == is_async
+
+
 def test_a_scheduler_drafts_as_configured_and_rings_have_room_for_it() -> None:
     config = EngineConfig.build(None, {"speculative_config": '{"num_speculative_tokens": 17}'})
     here = Hardware(node_cpus=(8,), node_memory=(80 * GIB,))
