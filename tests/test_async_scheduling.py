@@ -16,6 +16,7 @@ from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoi
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
@@ -119,6 +120,8 @@ def test_the_same_answer_of_a_single_stream(
     monkeypatch.setattr(StageWorker, "launch", counted)
     assert answers_of(folders["window"], plan, _asynchronous(plan, 64), [number]) == expected
     assert any(found)
+    if WISHES[number].grammar:
+        assert expected[0][1] is FinishReason.STOP
     num_chunks, num_tokens = -(-len(PROMPTS[number]) // 64), len(expected[0][0][0])
     assert len(found) <= num_chunks + num_tokens - 1 + 1
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

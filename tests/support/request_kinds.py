@@ -18,7 +18,11 @@ from tramontane.router.structured.grammar import ResponseFormat, build_grammar
 from tramontane.workers.stage.stage_worker import StageWorker
 
 PIECES = tuple(chr(32 + i).encode() for i in range(95))  # of the tiny model, whose vocabulary is larger by one
-RHYMES = {"type": "object", "properties": {"rhymes": {"type": "array", "items": {"enum": ["moon", "june"]}}}}
+RHYMES = {
+    "type": "object",
+    "properties": {"rhymes": {"type": "array", "items": {"enum": ["moon", "june"]}, "maxItems": 1}},
+    "required": ["rhymes"],
+}
 GRAMMAR = build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "r", "schema": RHYMES}}))
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 WISHES = (
