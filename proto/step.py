@@ -5,7 +5,8 @@ parameters only the first time. Objects that a busy router creates in large numb
 the time of a frozen dataclass to create.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
@@ -170,3 +171,7 @@ class StepResult:
     def num_sampled(self) -> int:
         """New tokens of all sequences."""
         return len(self.token_ids) - self.token_ids.count(NO_TOKEN)
+
+    def with_tokens(self, accepted: Sequence[int]) -> "StepResult":
+        """Return the result with the tokens that sequences have accepted: those of rows in vain are no tokens per second."""
+        return self if len(accepted) == self.num_sampled else replace(self, token_ids=tuple(accepted))

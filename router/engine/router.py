@@ -58,9 +58,8 @@ class Router:
         previous: HealthTracker | None = None,
         read_fingerprint: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.chain = chain
-        self._observe = observe
+        self.scheduler, self.chain = scheduler, chain
+        self._observe = observe or (lambda _: None)
         self._clock = clock
         self._seq_ids = itertools.count()
         self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
@@ -128,13 +127,14 @@ class Router:
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
         self.health.on_batch_done()
-        if self._observe is not None:
-            self._observe(result)
-        self.activity.record(batch, result)
         if result.epoch == self.scheduler.epoch:
             self._buffer_extras(result)
+        events = self.scheduler.complete(batch, result)
+        result = result.with_tokens([event.token_id for event in events])
+        self._observe(result)
+        self.activity.record(batch, result)
         ready: dict[ActiveRequest, list[TokenEvent]] = {}
-        for event in self.scheduler.complete(batch, result):
+        for event in events:
             take = self._requests.pop if event.finish else self._requests.__getitem__
             ready.setdefault(take(event.seq_id), []).append(event)
         if ready:

@@ -222,3 +222,23 @@ def test_extras_of_an_aborted_request_are_dropped() -> None:
                 await leaving
 
     asyncio.run(scenario())
+
+
+def test_rows_in_vain_are_no_tokens_per_second() -> None:
+    """A sequence ends by its first token. The decode after it is submitted before that is known, and returns a token."""
+
+    async def scenario() -> None:
+        limits = SchedulerLimits(8, 64, 256, 1000, async_scheduling=True)
+        observed: list[StepResult] = []
+        router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(2, 64)), ScriptedChain(no_gate), observed.append)
+        task = asyncio.create_task(router.run())
+        specs = [SequenceRequest((1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(7,)))]
+        assert len([event async for batch in router.generate(specs) for event in batch.events]) == 1
+        while not router.scheduler.is_idle:
+            await asyncio.sleep(0)
+        assert [result.num_sampled for result in observed] == [1, 0]
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
