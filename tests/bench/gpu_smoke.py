@@ -62,7 +62,7 @@ def cuda_graph(device: torch.device) -> object:
 
 def expert_kernels(device: torch.device) -> object:
     w13, w2 = (torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512)))
-    stack = with_gpu_kernels({0: StackedExperts(w13, w2)})[0]
+    stack = with_gpu_kernels({0: StackedExperts(w13, w2)}, BF16)[0]
     assert stack.has_small_batch_kernel, "it fails its test, see the log"
     return [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
 

@@ -14,6 +14,7 @@ from tramontane.workers.kernels.triton_moe import choose_experts, down_gemv, gat
 
 SIZES = ((1, 2, 8), (4, 2, 8), (2, 3, 5), (2, 8, 20), (6, 1, 3), (1, 1, 1), (3, 4, 40))  # tokens, k, experts
 WIDTHS, LONG = ((20, 12), (520, 4)), (12, 536)  # D and F: ragged blocks of outputs and of inputs; the last is for few choices
+Matrices = tuple[Tensor, Tensor | None, Tensor]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, by norms
 
 
@@ -59,25 +60,38 @@ def check_no_numbers(device: str) -> None:
     assert total_ends_E.tolist() == [3, 5, 5, 5, 6, 6]
 
 
-def check_experts(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, device: str) -> None:
+def _matrices(shape: tuple[int, int, int], quantized: torch.dtype | None, dtype: torch.dtype, seed: int) -> Matrices:
+    """Return matrices as they are stored, their scales if they are quantized, and what both mean in float64."""
+    plain_ENK = _random(*shape, seed=seed) / shape[2] ** 0.5
+    if quantized is None:
+        return plain_ENK.to(dtype), None, plain_ENK.to(dtype).double()
+    scale_EN = torch.rand(shape[:2], generator=torch.Generator().manual_seed(seed)) / 40 + 0.001
+    numbers_ENK = (plain_ENK / scale_EN[..., None]).clamp(-127, 127).to(quantized)
+    return numbers_ENK, scale_EN, numbers_ENK.double() * scale_EN.double()[..., None]
+
+
+def check_experts(
+    num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, quantized: torch.dtype | None, device: str
+) -> None:
     """Compare with float64, expert by expert; padding, whose rows and weights are no numbers, gets 0."""
     for dim, hidden in (*WIDTHS, LONG) if num_tokens * top_k <= 2 else WIDTHS:
-        w13_E2FD = (_random(num_experts, 2 * hidden, dim) / dim**0.5).to(dtype)
-        w2_EDF = (_random(num_experts, dim, hidden, seed=1) / hidden**0.5).to(dtype)
+        w13_E2FD, scale_E2F, wide_E2FD = _matrices((num_experts, 2 * hidden, dim), quantized, dtype, seed=0)
+        w2_EDF, scale_ED, wide_EDF = _matrices((num_experts, dim, hidden), quantized, dtype, seed=1)
         x_TD, is_padding_T = _random(num_tokens, dim, seed=2).to(dtype), _padding(num_tokens)
         weights_Tk = torch.rand(num_tokens, top_k, generator=torch.Generator().manual_seed(3)).to(dtype)
         ids_Tk = _random(num_tokens, num_experts, seed=4).argsort(-1)[:, :top_k].contiguous()
         expected_TD = torch.zeros(num_tokens, dim, dtype=torch.float64)
         for token, choice in ((t, j) for t in range(num_tokens) if not is_padding_T[t] for j in range(top_k)):
             expert, x_1D = ids_Tk[token, choice], x_TD[token : token + 1].double()
-            row_1F = EAGER.silu_and_mul(x_1D @ w13_E2FD[expert].double().T)
-            expected_TD[token] += weights_Tk[token, choice].double() * (row_1F @ w2_EDF[expert].double().T)[0]
+            row_1F = EAGER.silu_and_mul(x_1D @ wide_E2FD[expert].T)
+            expected_TD[token] += weights_Tk[token, choice].double() * (row_1F @ wide_EDF[expert].T)[0]
         ids_Tk[is_padding_T], x_TD[is_padding_T], weights_Tk[is_padding_T] = num_experts, torch.nan, torch.nan
         ids_Tk, weights_Tk = ids_Tk.to(device), weights_Tk.to(device)
-        rows_CF = gate_up_gemv(x_TD.to(device), w13_E2FD.to(device), ids_Tk)
+        scales = [None if each is None else each.to(device) for each in (scale_E2F, scale_ED)]
+        rows_CF = gate_up_gemv(x_TD.to(device), w13_E2FD.to(device), ids_Tk, scales[0])
         assert rows_CF.shape == (num_tokens * top_k, hidden)
         rows_CF[ids_Tk.flatten() == num_experts] = torch.nan
-        out_TD = down_gemv(rows_CF, w2_EDF.to(device), ids_Tk, weights_Tk).cpu()
+        out_TD = down_gemv(rows_CF, w2_EDF.to(device), ids_Tk, weights_Tk, scales[1]).cpu()
         assert out_TD.dtype == dtype
         difference = float((out_TD.double() - expected_TD).norm() / expected_TD.norm())
         assert difference < TOLERANCE[dtype], (dim, hidden, difference)
@@ -91,8 +105,13 @@ CHECKS: dict[str, Check] = {
     },
     "choice where there are no numbers": check_no_numbers,
     **{
-        f"{k} of {experts} experts of {tokens} in {dtype}": partial(check_experts, tokens, k, experts, dtype)
+        f"{k} of {experts} experts of {tokens} in {dtype}": partial(check_experts, tokens, k, experts, dtype, None)
         for dtype in TOLERANCE
         for tokens, k, experts in (SIZES if dtype == torch.float32 else SIZES[:1])
+    },
+    **{
+        f"{k} of {experts} experts of {tokens} in {number}": partial(check_experts, tokens, k, experts, torch.float32, number)
+        for number in (torch.int8, torch.float8_e4m3fn)
+        for tokens, k, experts in SIZES[:4]
     },
 }

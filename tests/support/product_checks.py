@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.row_invariance import differing_row_count
-from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, Tile, tiled_grouped_linear, tiled_linear
+from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, Tile, tiled_grouped_linear, tiled_linear
 from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,15 +46,19 @@ def check_product(dtype: torch.dtype, weight_dtype: torch.dtype, device: str) ->
     assert tiled_linear(own_CK[:0], own_NK, own_scale_N).shape == (0, NUM_OUTPUTS)
 
 
-def check_groups(dtype: torch.dtype, device: str) -> None:
+def check_groups(dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
     """Compare the grouped product with the product of each group, bit for bit; rows after the last group have no result."""
-    weight_ENK = _random(5, NUM_OUTPUTS, NUM_INPUTS).to(device, dtype)
+    is_quantized = weight_dtype in QUANTIZED
+    weight_ENK = (_random(5, NUM_OUTPUTS, NUM_INPUTS) * (40 if is_quantized else 1)).clamp(-127, 127).to(device, weight_dtype)
+    scale_EN = torch.rand(5, NUM_OUTPUTS, generator=torch.Generator().manual_seed(1)).to(device) if is_quantized else None
     for num_rows, ends in ((NUM_ROWS + 70, (0, 68, 68, 133, 138)), (2, (0, 0, 1, 1, 2)), (3, (0, 0, 0, 0, 1)), (1, (0,) * 5)):
         x_CK = _random(num_rows, NUM_INPUTS, seed=3).to(device, dtype)
-        out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device))
+        out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), scale_EN)
         assert out_CN.shape == (num_rows, NUM_OUTPUTS)
         for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            assert torch.equal(out_CN[start:end], tiled_linear(x_CK[start:end], weight_ENK[expert])), (expert, start, end)
+            own_scale_N = None if scale_EN is None else scale_EN[expert]
+            own_CN = tiled_linear(x_CK[start:end], weight_ENK[expert], own_scale_N)
+            assert torch.equal(out_CN[start:end], own_CN), (expert, start, end)
 
 
 def check_tile(tile: Tile, device: str) -> None:
@@ -63,7 +67,7 @@ def check_tile(tile: Tile, device: str) -> None:
         for ends in ((0, 68, 68, 133, 138), (tile.rows + 1, tile.rows + 2, tile.rows + 3, 2 * tile.rows + 4, 2 * tile.rows + 5)):
             weight_ENK = _random(5, 140, num_inputs).to(device, torch.bfloat16)
             x_CK = _random(ends[-1], num_inputs, seed=3).to(device, torch.bfloat16)
-            out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), tile)
+            out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), tile=tile)
             groups = zip(x_CK.cpu().double().tensor_split(ends[:-1]), weight_ENK.cpu().double(), strict=True)
             _assert_close(out_CN, torch.cat([x_cK @ weight_NK.T for x_cK, weight_NK in groups]), torch.bfloat16)
 
@@ -84,7 +88,8 @@ def check_norm(dtype: torch.dtype, device: str) -> None:
 CHECKS: dict[str, Check] = {
     **{f"product of {x} and {w}": partial(check_product, x, w) for x in DTYPES for w in (x, *QUANTIZED)},
     "product of torch.float32 and torch.bfloat16": partial(check_product, torch.float32, torch.bfloat16),
-    **{f"groups in {dtype}": partial(check_groups, dtype) for dtype in DTYPES},
-    **{f"{tile}": partial(check_tile, tile) for tile in FEW_ROWS_TILES},
+    **{f"groups in {dtype}": partial(check_groups, dtype, dtype) for dtype in DTYPES},
+    **{f"groups in bfloat16 and {w}": partial(check_groups, torch.bfloat16, w) for w in QUANTIZED},
+    **{f"{tile}": partial(check_tile, tile) for tile in (*FEW_ROWS_TILES, MANY_ROWS_TILE)},
     **{f"norm in {dtype}": partial(check_norm, dtype) for dtype in DTYPES},
 }

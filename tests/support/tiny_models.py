@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation
@@ -144,7 +144,8 @@ def split_model(
 def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> StageModel:
     """Return the model with its experts contiguous in memory."""
     args = model.args
-    places = allocate_contiguous(stage_tensors(args, model.global_layers), dtype, "cpu")
+    name = str(dtype).removeprefix("torch.")
+    places = allocate_contiguous(stage_tensors(args, model.global_layers), WeightFormat(name, stored=name), "cpu")
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name, place in places.items():
         state[name] = place.copy_(state[name])

@@ -53,7 +53,7 @@ class HeadProducts(nn.Module):
         if self._products is None:
             return torch.bmm(x_HTK, self.weight_HNK.transpose(1, 2)).transpose(0, 1)
         ends_H = torch.arange(1, num_heads + 1, dtype=torch.int32, device=x_THK.device) * num_tokens
-        out_CN = self._products.grouped(x_HTK.reshape(num_heads * num_tokens, -1), self.weight_HNK, ends_H)
+        out_CN = self._products.grouped(x_HTK.reshape(num_heads * num_tokens, -1), self.weight_HNK, ends_H, None)
         return out_CN.view(num_heads, num_tokens, -1).transpose(0, 1)
 
 

@@ -22,12 +22,12 @@ TEST_SHAPE, TEST_NUM_ROWS = (3, 100, 75), (1, 130)  # experts, outputs and input
 class RowProducts:
     """Products of one matrix, and of consecutive groups of rows with a matrix each.
 
-    ``linear`` takes x [C, K], a matrix [N, K] and, if that is quantized, scales [N]. ``grouped`` takes x, matrices [E, N, K] and
-    the ends of the groups [E] (int32), and does not wait for the device.
+    ``linear`` takes x [C, K], a matrix [N, K] and, if that is quantized, scales [N]. ``grouped`` takes x, matrices [E, N, K], the
+    ends of the groups [E] (int32) and, if the matrices are quantized, scales [E, N]; it does not wait for the device.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
+    grouped: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def triton_products(device: torch.device, weights: WeightFormat) -> RowProducts:
@@ -55,14 +55,16 @@ def _self_test(products: RowProducts, device: torch.device, dtype: torch.dtype, 
     """Compare with PyTorch in float32. Raises ArithmeticError."""
     generator = torch.Generator().manual_seed(0)
     weight_ENK = torch.randn(TEST_SHAPE, generator=generator).mul_(40).clamp_(-127, 127).to(device, weight_dtype)
-    scale_N = torch.rand(TEST_SHAPE[1], generator=generator).to(device)
+    scale_EN = torch.rand(TEST_SHAPE[:2], generator=generator).to(device)
+    is_quantized = weight_dtype.itemsize == 1
     for num_rows in TEST_NUM_ROWS:
         x_CK = torch.randn(num_rows, TEST_SHAPE[2], generator=generator).to(device, dtype)
         expected_CN = (x_CK.float().cpu() @ weight_ENK[2].float().cpu().T).to(device)
-        scales = None if weight_dtype.is_floating_point and weight_dtype.itemsize > 1 else scale_N
-        out_CN = products.linear(x_CK, weight_ENK[2], scales)
-        assert_close_norm(out_CN, expected_CN if scales is None else expected_CN * scales, MAX_DIFFERENCE)
-        if scales is None:
-            ends_E = torch.tensor([num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32, device=device)
-            own = slice(num_rows // 3, None)
-            assert_close_norm(products.grouped(x_CK, weight_ENK, ends_E)[own], expected_CN[own], MAX_DIFFERENCE)
+        if is_quantized:
+            expected_CN = expected_CN * scale_EN[2]
+        out_CN = products.linear(x_CK, weight_ENK[2], scale_EN[2] if is_quantized else None)
+        assert_close_norm(out_CN, expected_CN, MAX_DIFFERENCE)
+        ends_E = torch.tensor([num_rows // 3, num_rows // 3, num_rows], dtype=torch.int32, device=device)
+        own = slice(num_rows // 3, None)
+        out_CN = products.grouped(x_CK, weight_ENK, ends_E, scale_EN if is_quantized else None)
+        assert_close_norm(out_CN[own], expected_CN[own], MAX_DIFFERENCE)

@@ -40,6 +40,8 @@ FEW_ROWS_TILES = (
     Tile(32, 128, 128, 4, 3),
     Tile(64, 128, 64, 4, 4),
 )
+# For quantized matrices of experts and many rows, of which torch has no product.
+MANY_ROWS_TILE = Tile(128, 128, 64, 8, 3)
 # For 16 bits and one matrix, by the most rows: with few outputs, so that a matrix of 4096 is read by 64 or 128 programs.
 SMALL_BATCH_TILES = {
     16: (Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
@@ -53,27 +55,32 @@ def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None,
     return _launch(x_CK, weight_NK[None], scale_N, None, tile, triton.cdiv(len(x_CK), tile.rows))
 
 
-def tiled_grouped_linear(x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, tile: Tile | None = None) -> Tensor:
-    """Compute x W^T by each row's expert, [C, N]. Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
+def tiled_grouped_linear(
+    x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """Compute x W^T, or x (W scale)^T, by each row's expert, [C, N].
+
+    Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
 
     Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
     200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20 rows in tiles of 16: 9.
     """
     tile, num_rows = tile or TILES[x_CK.element_size()], len(x_CK)
-    return _launch(x_CK, weight_ENK, None, ends_E, tile, min(num_rows // tile.rows + len(weight_ENK), num_rows))
+    return _launch(x_CK, weight_ENK, scale_EN, ends_E, tile, min(num_rows // tile.rows + len(weight_ENK), num_rows))
 
 
 def _launch(
-    x_CK: Tensor, weight_ENK: Tensor, scale_N: Tensor | None, ends_E: Tensor | None, tile: Tile, num_tiles: int
+    x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: Tensor | None, tile: Tile, num_tiles: int
 ) -> Tensor:
     x_CK = aligned(x_CK)
+    assert scale_EN is None or scale_EN.is_contiguous()
     (num_rows, width), num_outputs = x_CK.shape, weight_ENK.shape[1]
     assert weight_ENK.shape[2] == width
     assert weight_ENK.is_contiguous()
     out_CN = torch.empty(num_rows, num_outputs, dtype=x_CK.dtype, device=x_CK.device)
     num_experts = 0 if ends_E is None else len(weight_ENK)
-    pointers = x_CK, weight_ENK, out_CN if scale_N is None else scale_N, out_CN if ends_E is None else ends_E, out_CN
-    constants = num_experts, triton.next_power_of_2(max(num_experts, 1)), scale_N is not None
+    pointers = x_CK, weight_ENK, out_CN if scale_EN is None else scale_EN, out_CN if ends_E is None else ends_E, out_CN
+    constants = num_experts, triton.next_power_of_2(max(num_experts, 1)), scale_EN is not None
     blocks = tile.rows, tile.outputs, tile.inputs, width % tile.inputs == 0
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if num_rows:
@@ -87,7 +94,7 @@ def _launch(
 def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     x_CK,
     weight_ENK,
-    scale_N,
+    scale_EN,
     ends_E,
     out_CN,
     num_rows,
@@ -139,6 +146,6 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
                 weight_kn = numbers_kn.to(tl.float32).to(x_rk.dtype)
             sum_rn = tl.dot(x_rk, weight_kn, sum_rn, input_precision="ieee")
         if has_scale:
-            sum_rn *= tl.load(scale_N + n, mask=n < num_outputs, other=0.0).to(tl.float32)
+            sum_rn *= tl.load(scale_EN + expert * num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
         out_rn = sum_rn.to(out_CN.dtype.element_ty)
         tl.store(out_CN + r.to(tl.int64) * num_outputs + n, out_rn, mask=(r < end) & (n < num_outputs))

@@ -38,28 +38,36 @@ def choose_experts(
     return expert_ids_Tk, weights_Tk
 
 
-def gate_up_gemv(x_TD: Tensor, w13_E2FD: Tensor, expert_ids_Tk: Tensor) -> Tensor:
-    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices of no expert (E or more) are undefined."""
+def gate_up_gemv(x_TD: Tensor, w13_E2FD: Tensor, expert_ids_Tk: Tensor, scale_E2F: Tensor | None = None) -> Tensor:
+    """Compute silu(w1 x) * w3 x of each choice by its expert, [C, F]. Choices of no expert (E or more) are undefined.
+
+    ``scale_E2F``: of quantized matrices, for each row.
+    """
     (num_choices, top_k), (num_experts, twice, width) = (expert_ids_Tk.numel(), expert_ids_Tk.shape[1]), w13_E2FD.shape
     out_CF = torch.empty(num_choices, twice // 2, dtype=x_TD.dtype, device=x_TD.device)
     grid = num_choices, triton.cdiv(twice // 2, OUTPUTS)
-    sizes = twice // 2, width, num_experts, top_k
+    pointers = x_TD.contiguous(), w13_E2FD, w13_E2FD if scale_E2F is None else scale_E2F, expert_ids_Tk, out_CF
+    sizes = twice // 2, width, num_experts, top_k, scale_E2F is not None
     with torch.cuda.device_of(out_CF):  # type: ignore[no-untyped-call]  # as above
-        _gate_up_kernel[grid](x_TD.contiguous(), w13_E2FD, expert_ids_Tk, out_CF, *sizes, OUTPUTS, INPUTS)
+        _gate_up_kernel[grid](*pointers, *sizes, OUTPUTS, INPUTS)
     return out_CF
 
 
-def down_gemv(rows_CF: Tensor, w2_EDF: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+def down_gemv(
+    rows_CF: Tensor, w2_EDF: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, scale_ED: Tensor | None = None
+) -> Tensor:
     """Compute the sum of w2 x of each token's choices, by their experts and times their weights, [T, D].
 
     Sums and weights are in float32 up to the result. Choices of no expert (E or more) add nothing, whatever their rows are.
+    ``scale_ED``: of quantized matrices, for each row.
     """
     (num_tokens, top_k), (num_experts, num_outputs, width) = expert_ids_Tk.shape, w2_EDF.shape
     out_TD = torch.empty(num_tokens, num_outputs, dtype=rows_CF.dtype, device=rows_CF.device)
     grid = num_tokens, triton.cdiv(num_outputs, DOWN_OUTPUTS)
-    pointers = rows_CF, w2_EDF, expert_ids_Tk, weights_Tk.contiguous(), out_TD
+    pointers = rows_CF, w2_EDF, w2_EDF if scale_ED is None else scale_ED, expert_ids_Tk, weights_Tk.contiguous(), out_TD
+    sizes = num_outputs, width, num_experts, top_k, scale_ED is not None
     with torch.cuda.device_of(out_TD):  # type: ignore[no-untyped-call]  # as above
-        _down_kernel[grid](*pointers, num_outputs, width, num_experts, top_k, *down_blocks(top_k))
+        _down_kernel[grid](*pointers, *sizes, *down_blocks(top_k))
     return out_TD
 
 
@@ -117,12 +125,14 @@ def _choose_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations 
 def _gate_up_kernel(  # type: ignore[no-untyped-def]  # as above
     x_TD,
     w13_E2FD,
+    scale_E2F,
     expert_ids_C,
     out_CF,
     num_outputs,
     width,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
+    has_scale: tl.constexpr,
     n_block: tl.constexpr,
     i_block: tl.constexpr,
 ):
@@ -142,9 +152,13 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # as above
             elements = matrix + n * width + i
             gate_ni += x_i * tl.load(elements, mask=inside, other=0.0).to(tl.float32)
             up_ni += x_i * tl.load(elements + num_outputs * width, mask=inside, other=0.0).to(tl.float32)
-        gate_n = tl.sum(gate_ni, axis=1)
-        out_n = gate_n * tl.sigmoid(gate_n) * tl.sum(up_ni, axis=1)
+        gate_n, up_n = tl.sum(gate_ni, axis=1), tl.sum(up_ni, axis=1)
         n_flat = tl.program_id(1) * n_block + tl.arange(0, n_block)
+        if has_scale:
+            scales = scale_E2F + expert * (2 * num_outputs) + n_flat
+            gate_n *= tl.load(scales, mask=n_flat < num_outputs, other=0.0)
+            up_n *= tl.load(scales + num_outputs, mask=n_flat < num_outputs, other=0.0)
+        out_n = gate_n * tl.sigmoid(gate_n) * up_n
         tl.store(out_CF + choice * num_outputs + n_flat, out_n.to(out_CF.dtype.element_ty), mask=n_flat < num_outputs)
 
 
@@ -152,6 +166,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # as above
 def _down_kernel(  # type: ignore[no-untyped-def]  # as above
     rows_CF,
     w2_EDF,
+    scale_ED,
     expert_ids_Tk,
     weights_Tk,
     out_TD,
@@ -159,6 +174,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # as above
     width,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
+    has_scale: tl.constexpr,
     j_block: tl.constexpr,
     n_block: tl.constexpr,
     i_block: tl.constexpr,
@@ -179,6 +195,10 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # as above
         i = (start + tl.arange(0, i_block))[None, None, :]
         x_ji = tl.load(rows + i, mask=is_own_j[:, None, None] & (i < width), other=0.0).to(tl.float32)
         sums_jni += x_ji * tl.load(matrix_rows + i, mask=is_own_jn & (i < width), other=0.0).to(tl.float32)
-    out_n = tl.sum(tl.sum(sums_jni, axis=2) * weight_j[:, None], axis=0)
+    sums_jn = tl.sum(sums_jni, axis=2)
     n_flat = tl.program_id(1) * n_block + tl.arange(0, n_block)
+    if has_scale:
+        scales = scale_ED + (expert_j * num_outputs)[:, None] + n_flat[None, :]
+        sums_jn *= tl.load(scales, mask=is_own_j[:, None] & (n_flat < num_outputs)[None, :], other=0.0)
+    out_n = tl.sum(sums_jn * weight_j[:, None], axis=0)
     tl.store(out_TD + token * num_outputs + n_flat, out_n.to(out_TD.dtype.element_ty), mask=n_flat < num_outputs)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Clock, Compute, cuda_seconds, select_fastest
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.kernels.quantized_linear import dequantized_linear
 from tramontane.workers.model.grouped_gemm import (
     MAX_SMALL_BATCH_ROWS,
     GroupedProduct,
@@ -23,21 +24,26 @@ from tramontane.workers.model.grouped_gemm import (
 logger = logging.getLogger(__name__)
 
 ROW_CLASSES = {64: 64, 128: 128, 512: 256}  # up to so many rows the product is used that is the fastest for so many
+NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch has none
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 
-def with_gpu_kernels(stacks: Mapping[int, StackedExperts]) -> dict[int, StackedExperts]:
+def with_gpu_kernels(stacks: Mapping[int, StackedExperts], dtype: torch.dtype) -> dict[int, StackedExperts]:
     """Return the stacks with the kernels for small batches, and grouped products by their speed, as they work on the first.
 
-    Compiles and times kernels, and synchronizes with the device. Nothing changes on CPUs.
+    ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing changes on CPUs. Quantized
+    experts are left out where no product computes them: they run one by one.
     """
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
-        return dict(stacks)
-    w13_product, w2_product = choose_product("w13", first.w13_E2FD), choose_product("w2", first.w2_EDF)
-    has_small_batch_kernel = small_batch_kernel_works(first)
+        return {layer: stack for layer, stack in stacks.items() if not stack.is_quantized}
+    w13_product = choose_product("w13", first.w13_E2FD, dtype, first.w13_scale_E2F)
+    w2_product = choose_product("w2", first.w2_EDF, dtype, first.w2_scale_ED)
+    if w13_product is None or w2_product is None:
+        return {}
+    has_small_batch_kernel = small_batch_kernel_works(first._replace(w13_product=w13_product, w2_product=w2_product), dtype)
     return {
-        layer: StackedExperts(stack.w13_E2FD, stack.w2_EDF, has_small_batch_kernel, w13_product, w2_product)
+        layer: stack._replace(has_small_batch_kernel=has_small_batch_kernel, w13_product=w13_product, w2_product=w2_product)
         for layer, stack in stacks.items()
     }
 
@@ -46,21 +52,21 @@ def _is_on_gpu(stack: StackedExperts) -> bool:
     return stack.w13_E2FD.device.type == "cuda"
 
 
-def small_batch_kernel_works(stack: StackedExperts) -> bool:
+def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
     """Return whether the kernels for small batches pass a self test; if not, log one line that says why."""
-    reason = try_or_reason(lambda: _test_small_batch_kernel(stack))
+    reason = try_or_reason(lambda: _test_small_batch_kernel(stack, dtype))
     if reason:
         logger.warning("The small-batch kernels for experts on %s are disabled: %s", stack.w13_E2FD.device, reason)
     return not reason
 
 
 @torch.inference_mode()
-def _test_small_batch_kernel(stack: StackedExperts) -> None:
+def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
     """Compare the kernels with PyTorch's operations, for a token and for as many as there may be, of which one is padding."""
     from tramontane.workers.kernels.triton_moe import choose_experts  # Triton comes with torch for CUDA only
 
     num_experts, _, width = stack.w13_E2FD.shape
-    device, dtype, top_k = stack.w13_E2FD.device, stack.w13_E2FD.dtype, min(2, num_experts)
+    device, top_k = stack.w13_E2FD.device, min(2, num_experts)
     for num_tokens in (1, MAX_SMALL_BATCH_ROWS // top_k):
         x_TD = torch.randn(num_tokens, width, dtype=dtype, device=device)
         logits_TE = torch.randn(num_tokens, num_experts, device=device)
@@ -87,36 +93,66 @@ def _mix_sorted(stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weig
     return torch.where((expert_ids_Tk < len(ends_E))[..., None], by_choice_TkD, 0).sum(1)
 
 
-def candidates() -> dict[str, GroupedProduct]:
-    """Return the grouped products by name, torch's first. Raises ImportError without Triton."""
-    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, tiled_grouped_linear  # as above
+def candidates(is_quantized: bool = False) -> dict[str, GroupedProduct]:
+    """Return the grouped products by name, torch's first if it has one. Raises ImportError without Triton."""
+    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, tiled_grouped_linear  # as above
 
-    tiles = {"x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in FEW_ROWS_TILES}
-    return {"torch": torch_grouped_linear, **tiles}
+    tiles = (*FEW_ROWS_TILES, MANY_ROWS_TILE) if is_quantized else FEW_ROWS_TILES
+    named: dict[str, GroupedProduct] = {"x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in tiles}
+    return named if is_quantized else {"torch": torch_grouped_linear, **named}
 
 
 @torch.inference_mode()
-def choose_product(job: str, weight_ENK: Tensor, clock: Clock = cuda_seconds) -> GroupedProduct:
-    """Return torch's grouped product, or the fastest by the number of rows; log one line for each class of these numbers."""
+def choose_product(
+    job: str, weight_ENK: Tensor, dtype: torch.dtype, scale_EN: Tensor | None = None, clock: Clock = cuda_seconds
+) -> GroupedProduct | None:
+    """Return torch's grouped product, or the fastest by the number of rows; log one line for each class of these numbers.
+
+    Quantized matrices have ``scale_EN``, and products of Triton only; None if these do not work.
+    """
     try:
-        products = candidates()
+        products = candidates(scale_EN is not None)
     except ImportError as error:
-        logger.warning("Experts are computed by torch's grouped product, because Triton cannot be imported (%s)", error)
-        return torch_grouped_linear
-    names = {name: name for name in products}
-    small = []
-    for max_rows, num_rows in ROW_CLASSES.items():
-        rows_CK = torch.randn(num_rows, weight_ENK.shape[2], dtype=weight_ENK.dtype, device=weight_ENK.device)
-        ends_E = uneven_ends(num_rows, len(weight_ENK)).to(weight_ENK.device)
+        computed = "torch's grouped product" if scale_EN is None else "PyTorch one by one"
+        logger.warning("Experts are computed by %s, because Triton cannot be imported (%s)", computed, error)
+        return torch_grouped_linear if scale_EN is None else None
+    found = {}
+    for num_rows in (*ROW_CLASSES.values(), *((NUM_MANY_ROWS,) if scale_EN is not None else ())):
+        name = _fastest_product(job, products, weight_ENK, dtype, scale_EN, num_rows, clock)
+        if name is None and scale_EN is not None:
+            return None
+        found[num_rows] = name or "torch"
+    small = tuple((max_rows, found[num_rows], products[found[num_rows]]) for max_rows, num_rows in ROW_CLASSES.items())
+    return ProductBySize(small, torch_grouped_linear if scale_EN is None else products[found[NUM_MANY_ROWS]])
 
-        def prepare(name: str, rows_CK: Tensor = rows_CK, ends_E: Tensor = ends_E) -> Compute:
-            return lambda: products[name](rows_CK, weight_ENK, ends_E)
 
-        expected_CN = torch_grouped_linear(rows_CK, weight_ENK, ends_E)
-        what = f"{job} of experts for {num_rows} rows"
-        name = select_fastest(what, names, prepare, prepare, expected_CN, clock, ADVANTAGE) or "torch"
-        small.append((max_rows, name, products[name]))
-    return ProductBySize(tuple(small))
+def _fastest_product(
+    job: str,
+    products: Mapping[str, GroupedProduct],
+    weight_ENK: Tensor,
+    dtype: torch.dtype,
+    scale_EN: Tensor | None,
+    num_rows: int,
+    clock: Clock,
+) -> str | None:
+    """Return the name of the fastest product for so many rows, or None if none of them is right."""
+    rows_CK = torch.randn(num_rows, weight_ENK.shape[2], dtype=dtype, device=weight_ENK.device)
+    ends_E = uneven_ends(num_rows, len(weight_ENK)).to(weight_ENK.device)
+
+    def prepare(name: str) -> Compute:
+        return lambda: products[name](rows_CK, weight_ENK, ends_E, scale_EN)
+
+    reference = torch_grouped_linear if scale_EN is None else dequantized_grouped_linear
+    expected_CN = reference(rows_CK, weight_ENK, ends_E, scale_EN)
+    what, names = f"{job} of experts for {num_rows} rows", {name: name for name in products}
+    return select_fastest(what, names, prepare, prepare, expected_CN, clock, ADVANTAGE)
+
+
+def dequantized_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
+    """Compute x (W scale)^T by each row's expert, [C, N], one expert after the other. Waits for the device."""
+    assert scale_EN is not None
+    groups = rows_CK.tensor_split(ends_E[:-1].cpu().long())
+    return torch.cat([dequantized_linear(*each) for each in zip(groups, weight_ENK, scale_EN, strict=True)])
 
 
 def uneven_ends(num_rows: int, num_experts: int) -> Tensor:

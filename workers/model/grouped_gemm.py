@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from tramontane.workers.kernels.fused_ops import EAGER
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows [C, K], matrices [E, N, K] and ends of groups [E]
+# Of rows [C, K], matrices [E, N, K], ends of groups [E] and, if the matrices are quantized, scales [E, N].
+GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 # On other GPUs torch reads the sizes of the groups on the host and multiplies one group after the other.
 KERNEL_CAPABILITIES = (9, 10)  # major compute capability: Hopper and Blackwell
@@ -23,26 +24,28 @@ KERNEL_STEP = 8  # bfloat16 numbers in 16 bytes, the alignment of rows
 MAX_SMALL_BATCH_ROWS = 8
 
 
-def torch_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+def torch_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None) -> Tensor:
     """Compute x W^T by each row's expert, [C, N], with torch's grouped product. Rows after the last group are undefined."""
+    assert scale_EN is None, "torch has no grouped product with quantized matrices and rows in 16 bits"
     return F.grouped_mm(rows_CK, weight_ENK.transpose(1, 2), offs=ends_E)
 
 
 @dataclass(frozen=True, slots=True)
 class ProductBySize:
-    """A grouped product by the number of rows: the first that is for as many, or torch's.
+    """A grouped product by the number of rows: the first that is for as many, or ``large``.
 
     ``small``: for up to how many rows, in rising order, the name of a product, and the product.
     """
 
     small: tuple[tuple[int, str, GroupedProduct], ...]
+    large: GroupedProduct = torch_grouped_linear
 
-    def __call__(self, rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-        """Compute x W^T by each row's expert, [C, N]."""
+    def __call__(self, rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None) -> Tensor:
+        """Compute x W^T, or x (W scale)^T, by each row's expert, [C, N]."""
         for max_rows, _, product in self.small:
             if len(rows_CK) <= max_rows:
-                return product(rows_CK, weight_ENK, ends_E)
-        return torch_grouped_linear(rows_CK, weight_ENK, ends_E)
+                return product(rows_CK, weight_ENK, ends_E, scale_EN)
+        return self.large(rows_CK, weight_ENK, ends_E, scale_EN)
 
     @property
     def name(self) -> str:
@@ -54,7 +57,8 @@ class StackedExperts(NamedTuple):
     """The weights of all experts of one layer.
 
     ``has_small_batch_kernel``: the kernels of ``triton_moe`` compute up to ``MAX_SMALL_BATCH_ROWS`` choices. The products of
-    both matrices are torch's, others by the number of rows, or those of ``RowProducts.grouped``.
+    both matrices are torch's, others by the number of rows, or those of ``RowProducts.grouped``. Quantized matrices have scales,
+    and products of others than torch.
     """
 
     w13_E2FD: Tensor
@@ -62,6 +66,13 @@ class StackedExperts(NamedTuple):
     has_small_batch_kernel: bool = False
     w13_product: GroupedProduct = torch_grouped_linear
     w2_product: GroupedProduct = torch_grouped_linear
+    w13_scale_E2F: Tensor | None = None
+    w2_scale_ED: Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the matrices are numbers of one byte, with a scale for each row."""
+        return self.w13_scale_E2F is not None
 
     def run(self, rows_CD: Tensor, ends_E: Tensor, silu_and_mul: Callable[[Tensor], Tensor] = EAGER.silu_and_mul) -> Tensor:
         """Run each expert on its group of rows, [C, D]. Experts without rows are not read.
@@ -69,7 +80,8 @@ class StackedExperts(NamedTuple):
         ``ends_E`` (int32) says where each group ends, and stays on the device. ``silu_and_mul`` is as in ``FusedOps``. Results
         for rows after the last group are undefined.
         """
-        return self.w2_product(silu_and_mul(self.w13_product(rows_CD, self.w13_E2FD, ends_E)), self.w2_EDF, ends_E)
+        gate_up_C2F = self.w13_product(rows_CD, self.w13_E2FD, ends_E, self.w13_scale_E2F)
+        return self.w2_product(silu_and_mul(gate_up_C2F), self.w2_EDF, ends_E, self.w2_scale_ED)
 
     def mix_few(self, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, D], with kernels that read an expert's weights for each choice.
@@ -78,12 +90,12 @@ class StackedExperts(NamedTuple):
         """
         from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv  # Triton comes with torch for CUDA only
 
-        rows_CF = gate_up_gemv(x_TD, self.w13_E2FD, expert_ids_Tk)
-        return down_gemv(rows_CF, self.w2_EDF, expert_ids_Tk, weights_Tk)
+        rows_CF = gate_up_gemv(x_TD, self.w13_E2FD, expert_ids_Tk, self.w13_scale_E2F)
+        return down_gemv(rows_CF, self.w2_EDF, expert_ids_Tk, weights_Tk, self.w2_scale_ED)
 
 
 def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return these matrices as one tensor [E, N, K] without a copy, or None if they are not contiguous in memory.
+    """Return matrices or their scales as one tensor [E, N, K] or [E, N] without a copy, or None if they are not contiguous.
 
     Three of [2, 4] in one block, from its numbers 8, 16 and 24 on: strides 8, 4, 1 from 8 on.
     """

@@ -17,6 +17,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.expert_kernels import with_gpu_kernels
 from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, as_stacked_view
@@ -120,15 +121,15 @@ class LocalExperts(ExpertSet):
         super().__init__(args, (ExpertId(layer, expert) for layer in own for expert in range(num_experts)))
         self._stacks: dict[int, StackedExperts] = {}
 
-    def finalize_weights(self, products: RowProducts | None = None) -> None:
+    def finalize_weights(self, dtype: torch.dtype, products: RowProducts | None = None) -> None:
         """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
 
-        These are ``products``, or else what is right and the fastest on the device.
+        These are ``products``, or else what is right and the fastest on the device for hidden states of this dtype.
         """
         stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}
         if products is None:
-            self._stacks = with_gpu_kernels(found)
+            self._stacks = with_gpu_kernels(found, dtype)
         else:
             product = products.grouped
             self._stacks = {layer: stack._replace(w13_product=product, w2_product=product) for layer, stack in found.items()}
@@ -169,14 +170,16 @@ class LocalExperts(ExpertSet):
 
 def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
     """Return the experts' weights as stacks, or None if they are not contiguous in memory."""
-    w13_E2FD, w2_EDF = (as_stacked_view(_weights(experts, name)) for name in ("w13", "w2"))
-    return StackedExperts(w13_E2FD, w2_EDF) if w13_E2FD is not None and w2_EDF is not None else None
-
-
-def _weights(experts: Sequence[nn.Module], name: str) -> list[Tensor]:
-    """Return one matrix of each expert; none of quantized experts, whose weights are more than one tensor."""
-    linears = [expert.get_submodule(name) for expert in experts]
-    return [linear.weight for linear in linears if isinstance(linear, Linear)]
+    w13, w2 = ([expert.get_submodule(name) for expert in experts] for name in ("w13", "w2"))
+    plain = (as_stacked_view([each.weight for each in own if isinstance(each, Linear | QuantizedLinear)]) for own in (w13, w2))
+    scales = (as_stacked_view([each.scale for each in own if isinstance(each, QuantizedLinear)]) for own in (w13, w2))
+    (w13_E2FD, w2_EDF), (w13_scale_E2F, w2_scale_ED) = plain, scales
+    if w13_E2FD is None or w2_EDF is None:
+        return None
+    are_quantized = any(isinstance(each, QuantizedLinear) for each in (*w13, *w2))
+    if are_quantized and (w13_scale_E2F is None or w2_scale_ED is None):
+        return None
+    return StackedExperts(w13_E2FD, w2_EDF, w13_scale_E2F=w13_scale_E2F, w2_scale_ED=w2_scale_ED)
 
 
 class ExpertTokenCounter:

@@ -61,7 +61,7 @@ class StageModel(nn.Module):
             if isinstance(attention := self.block(layer).attention, LatentAttention):
                 attention.finalize_weights(self.block(layer).attention_norm.weight.dtype, products)
         if self.experts is not None:
-            self.experts.finalize_weights(products)
+            self.experts.finalize_weights(self.block(self.global_layers.start).attention_norm.weight.dtype, products)
         if products is None and device.type == "cuda":
             select_products(
                 module for name, module in self.named_modules() if isinstance(module, Linear) and not name.startswith("experts.")

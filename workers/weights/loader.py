@@ -10,13 +10,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from tramontane.proto.model_args import WeightFormat
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
 from tramontane.proto.plan import ExpertPlan, StagePlan
 from tramontane.workers.kernels.packed_linear import pack_linears
 from tramontane.workers.kernels.quantized_linear import warm_up_kernels
 from tramontane.workers.model.grouped_gemm import KERNEL_CAPABILITIES, KERNEL_STEP
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.quantize import quantize_linears
+from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantize_linears
 from tramontane.workers.weights.random_checkpoint import random_state
 from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec
 
@@ -47,7 +48,7 @@ def load_module(
     matrix_dtype = getattr(torch, plan.weight_format.matrix_dtype)
     packed = pack_linears(module, dtype, matrix_dtype) if torch.device(device).type == "cpu" else {}
     specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
-    allocated = allocate_contiguous(specs, matrix_dtype, device)
+    allocated = allocate_contiguous(specs, plan.weight_format, device)
     if isinstance(weights, RandomWeights):
         state = random_state(tensors_of, plan.weight_format, device, on_tensor, allocated, packed)
     else:
@@ -60,23 +61,27 @@ def load_module(
     return module.eval()
 
 
-def allocate_contiguous(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
-    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2.
+def allocate_contiguous(specs: Iterable[TensorSpec], weights: WeightFormat, device: str | torch.device) -> dict[str, Tensor]:
+    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2; and one for the scales of each.
 
     ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
     """
-    blocks: dict[tuple[str, ...], list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    blocks: dict[tuple[str, ...], dict[str, TensorSpec]] = {}
     for spec in specs:
         path = spec.parameter.split(".")
-        if path[0] == "experts" and spec.parameter not in shapes:
+        if path[0] == "experts":
             _, _, layer, _, matrix, _ = path
-            blocks.setdefault((layer, matrix), []).append(spec.parameter)
-            shapes[spec.parameter] = spec.parameter_shape
+            blocks.setdefault((layer, matrix), {}).setdefault(spec.parameter, spec)
     allocated: dict[str, Tensor] = {}
-    for parameters in blocks.values():
-        block_ENK = torch.empty(len(parameters), *shapes[parameters[0]], dtype=dtype, device=device)
-        allocated |= dict(zip(parameters, block_ENK, strict=True))
+    for block in blocks.values():
+        first = next(iter(block.values()))
+        quantize = first.quantized_as(weights)
+        dtype = NUMBER_DTYPES[quantize] if quantize else getattr(torch, weights.matrix_dtype)
+        block_ENK = torch.empty(len(block), *first.parameter_shape, dtype=dtype, device=device)
+        allocated |= dict(zip(block, block_ENK, strict=True))
+        if quantize:
+            scales_EN = torch.empty(block_ENK.shape[:2], dtype=torch.float32, device=device)
+            allocated |= dict(zip([spec.scale_parameter for spec in block.values()], scales_EN, strict=True))
     return allocated
 
 
@@ -91,10 +96,10 @@ def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
 
 def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if quantize := plan.weight_format.quantize:
-        return f"weights are {quantize}"
     if plan.batch_invariant:  # with a grouped product for all GPUs and dtypes
         return ""
+    if plan.weight_format.quantize:  # with one of Triton's, if it works
+        return "activations are float32" if plan.dtype == "float32" else ""
     if plan.dtype != "bfloat16":
         return f"activations are {plan.dtype}, not bfloat16"
     if capability[0] not in KERNEL_CAPABILITIES:

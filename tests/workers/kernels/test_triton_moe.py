@@ -32,13 +32,15 @@ for capability in (90, 100):
         for has_padding in (True, False):
             sizes = experts, k, has_padding, f.TOKENS, experts, k
             compiled(f._choose_kernel, ("*bf16", "*i1", "*i64", "*bf16", "*i64", "i32"), sizes, capability)
-        gemvs = (
-            (f._gate_up_kernel, ("*bf16", "*bf16", "*i64", "*bf16", "i32", "i32"), (f.OUTPUTS, f.INPUTS)),
-            (f._down_kernel, ("*bf16", "*bf16", "*i64", "*bf16", "*bf16", "i32", "i32"), f.down_blocks(k)),
-        )
-        for kernel, types, blocks in gemvs:
-            ptx = compiled(kernel, types, (experts, k, *blocks), capability)
-            assert ptx.count("ld.global.v4") >= 4, "16 bytes at a time"
+        for number in ("bf16", "i8", "fp8e4nv"):
+            numbers, has_scale = "*" + number, number != "bf16"
+            gemvs = (
+                (f._gate_up_kernel, ("*bf16", numbers, "*fp32", "*i64", "*bf16", "i32", "i32"), (f.OUTPUTS, f.INPUTS)),
+                (f._down_kernel, ("*bf16", numbers, "*fp32", "*i64", "*bf16", "*bf16", "i32", "i32"), f.down_blocks(k)),
+            )
+            for kernel, types, blocks in gemvs:
+                ptx = compiled(kernel, types, (experts, k, has_scale, *blocks), capability)
+                assert ptx.count("ld.global.v4") >= (1 if has_scale else 4), "16 bytes at a time"
 """
 
 

@@ -57,8 +57,8 @@ def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch)
     for name in ("small_batch_kernel_works", "choose_product"):
         monkeypatch.setattr(expert_kernels, name, lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
-    assert with_gpu_kernels(stacks) == stacks
-    assert with_gpu_kernels({}) == {}
+    assert with_gpu_kernels(stacks, torch.float32) == stacks
+    assert with_gpu_kernels({}, torch.float32) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_does_not_work_is_said_and_not_used(
     _as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(StackedExperts, "mix_few", few_rows)
     with caplog.at_level(logging.WARNING):
-        stacks = with_gpu_kernels({0: _stack(), 1: _stack()})
+        stacks = with_gpu_kernels({0: _stack(), 1: _stack()}, torch.float32)
     assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
@@ -91,7 +91,7 @@ def test_a_kernel_that_counts_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatc
     _as_if_on_a_gpu(monkeypatch)
     triton_moe = pytest.importorskip("tramontane.workers.kernels.triton_moe")
     monkeypatch.setattr(triton_moe, "choose_experts", lambda *given: (given[-1].add_(1), _choose(*given))[1])
-    assert not small_batch_kernel_works(_stack())
+    assert not small_batch_kernel_works(_stack(), torch.float32)
     assert "other experts are chosen or counted" in caplog.text
 
 
@@ -145,14 +145,16 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
         return factor * torch_grouped_linear(*given)
 
     factors = {"torch": 1.0, "low": 1.001, "high": 0.999, "wrong": 1.1}
-    monkeypatch.setattr(expert_kernels, "candidates", lambda: {n: partial(product, n, f) for n, f in factors.items()})
+    monkeypatch.setattr(expert_kernels, "candidates", lambda _: {n: partial(product, n, f) for n, f in factors.items()})
     seconds = {
         64: {"torch": 3e-6, "low": 1e-6, "high": 2e-6},
         128: {"torch": 3e-6, "low": 2e-6, "high": 1e-6},
         256: {"torch": 3e-6, "low": 2.9e-6, "high": 2.95e-6},
     }
     with caplog.at_level(logging.INFO):
-        chosen = choose_product("w2", torch.randn(4, 24, 16), lambda compute: seconds[len(compute())][last[0]])
+        chosen = choose_product(
+            "w2", torch.randn(4, 24, 16), torch.float32, clock=lambda compute: seconds[len(compute())][last[0]]
+        )
     assert isinstance(chosen, ProductBySize)
     assert chosen.name == "low to 64 rows, high to 128 rows, torch to 512 rows"
     assert caplog.messages == [
@@ -169,9 +171,51 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fails() -> None:
+    def fails(_is_quantized: bool) -> None:
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(expert_kernels, "candidates", fails)
-    assert choose_product("w2", torch.randn(4, 24, 16)) is torch_grouped_linear
+    assert choose_product("w2", torch.randn(4, 24, 16), torch.float32) is torch_grouped_linear
     assert "No module named 'triton'" in caplog.text
+    assert choose_product("w2", torch.randint(-9, 9, (4, 24, 16)).char(), torch.float32, torch.rand(4, 24)) is None
+
+
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def _quantized_stack(dtype: torch.dtype) -> StackedExperts:
+    w13_E2FD, w2_EDF = (torch.randn(shape).mul(40).clamp(-127, 127).to(dtype) for shape in ((4, 48, 16), (4, 16, 24)))
+    return StackedExperts(w13_E2FD, w2_EDF, w13_scale_E2F=torch.rand(4, 48) / 40, w2_scale_ED=torch.rand(4, 16) / 40)
+
+
+def _dequantized(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
+    """Stand for a kernel, with PyTorch."""
+    assert scale_EN is not None
+    return torch_grouped_linear(rows_CK, weight_ENK.float() * scale_EN[..., None], ends_E)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """The fastest of those that are right, for more rows than torch's product would be used for, too."""
+    monkeypatch.setattr(expert_kernels, "_is_on_gpu", lambda _stack: True)
+    monkeypatch.setattr(expert_kernels, "small_batch_kernel_works", lambda *_: False)
+    wrong = partial(torch.mul, 1.1)
+    products = {"wrong": lambda *given: wrong(_dequantized(*given)), "right": _dequantized}
+    monkeypatch.setattr(expert_kernels, "candidates", lambda is_quantized: products if is_quantized else pytest.fail("plain"))
+    monkeypatch.setattr(choose_product.__wrapped__, "__defaults__", (None, lambda compute: float(len(compute()))))
+    stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32)[7]
+    assert isinstance(stack.w2_product, ProductBySize)
+    assert stack.w2_product.name == "right to 64 rows, right to 128 rows, right to 512 rows"
+    assert stack.w2_product.large is _dequantized
+    rows_CD, ends_E = torch.randn(600, 16), uneven_ends(600, 4)
+    expected = StackedExperts(
+        stack.w13_E2FD.float() * stack.w13_scale_E2F[..., None],  # type: ignore[index]
+        stack.w2_EDF.float() * stack.w2_scale_ED[..., None],  # type: ignore[index]
+    )
+    torch.testing.assert_close(stack.run(rows_CD, ends_E), expected.run(rows_CD, ends_E))
+    products.pop("right")
+    assert with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32) == {}, "they run one by one"
+
+
+def test_quantized_experts_run_one_by_one_where_there_is_no_gpu() -> None:
+    assert with_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32) == {}

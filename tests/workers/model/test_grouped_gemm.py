@@ -239,7 +239,7 @@ def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
             for layer, own in experts.layers.items():
                 _share_a_block(list(own.children()))
                 assert not experts.is_graph_safe, layer
-            experts.finalize_weights()
+            experts.finalize_weights(torch.bfloat16)
             assert experts.is_graph_safe
             assert model(hidden_TD, rotary, _attend, None, is_padding_T).shape == (5, args.dim)
         with pytest.raises(NotImplementedError, match="meta"):
@@ -267,7 +267,9 @@ def _plan_of(**changes: object) -> Callable[[], bool]:
         (_plan_of(), (8, 9), "capability is 8.9"),
         (_plan_of(), (12, 0), "capability is 12.0"),
         (_plan_of(dtype="float16"), (9, 0), "activations are float16, not bfloat16"),
-        (_plan_of(quantize="int8"), (9, 0), "weights are int8"),
+        (_plan_of(quantize="int8"), (8, 0), ""),
+        (_plan_of(quantize="fp8", dtype="float16"), (9, 0), ""),
+        (_plan_of(quantize="int8", dtype="float32"), (9, 0), "activations are float32"),
         (_plan_of(args=replace(ARGS, hidden_dim=44)), (9, 0), "widths 32 and 44"),
     ],
 )

@@ -95,7 +95,7 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
     """Its experts together, as grouped products want them."""
     with META:
         model = StageModel(args, stage.layers).eval().bfloat16()
-    places = allocate_contiguous(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
+    places = allocate_contiguous(stage_tensors(args, stage.layers), stage.weight_format, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
     return StageWorker(
         stage, model, "meta", backend=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), graph_capture=Once())
