@@ -21,8 +21,9 @@ from tiny_models import (
 from torch import Tensor
 
 from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.workers.model import moe
 from tramontane.workers.model.grouped_gemm import as_stacked_view
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
@@ -129,12 +130,16 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
     assert [as_stacked_view(each) for each in others] == [None] * len(others)
 
 
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8, Quantization.FP8])
 @pytest.mark.parametrize("made", [True, False])
-def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_loaded_together_without_a_copy(
+    tmp_path: Path, made: bool, quantize: Quantization | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, whose matrices are not packed."""
     monkeypatch.setattr(loader, "pack_linears", lambda *_: {})
+    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, _dtype: stacks)
     weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
-    apart, together = (_loaded(weights, experts_together) for experts_together in (False, True))
+    apart, together = (_loaded(weights, experts_together, quantize) for experts_together in (False, True))
     experts = together.model.experts
     assert isinstance(experts, LocalExperts)
     assert experts.is_graph_safe
@@ -146,10 +151,14 @@ def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool, 
     ends = state[f"experts.layers.{LAYER}.3.w2.weight"]
     assert stack.w2_EDF[3].data_ptr() == ends.data_ptr(), "or there are two copies"
     assert ends.untyped_storage().nbytes() == 4 * ends.nbytes
+    assert stack.is_quantized == (quantize is not None)
+    if stack.w13_scale_E2F is not None:
+        assert torch.equal(stack.w13_scale_E2F[1], state[f"experts.layers.{LAYER}.1.w13.scale"])
+        assert len(stack.w13_scale_E2F.unique()) > len(stack.w13_scale_E2F), "each row has its own"
 
 
-def _loaded(weights: WeightSource, experts_together: bool) -> StageWorker:
-    plan = replace(tiny_plan(ARGS).stages[0], dtype="bfloat16")
+def _loaded(weights: WeightSource, experts_together: bool, quantize: Quantization | None) -> StageWorker:
+    plan = tiny_plan(ARGS, dtype="bfloat16", quantize=quantize).stages[0]
 
     def tensors_of(layout: Layout) -> list:  # type: ignore[type-arg]
         return list(stage_tensors(ARGS, plan.layers, layout))
