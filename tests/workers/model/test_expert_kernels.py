@@ -10,6 +10,7 @@ from tiny_models import experts_together, random_model, tiny_args
 from torch import Tensor
 
 from tramontane.proto.layer_args import GateScores, MoeArgs
+from tramontane.workers.device.kernel_selection import Compute
 from tramontane.workers.model import expert_kernels
 from tramontane.workers.model.expert_kernels import choose_product, small_batch_kernel_works, uneven_ends, with_gpu_kernels
 from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, torch_grouped_linear
@@ -199,21 +200,31 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
     """The fastest of those that are right, for more rows than torch's product would be used for, too."""
     monkeypatch.setattr(expert_kernels, "_is_on_gpu", lambda _stack: True)
     monkeypatch.setattr(expert_kernels, "small_batch_kernel_works", lambda *_: False)
-    wrong = partial(torch.mul, 1.1)
-    products = {"wrong": lambda *given: wrong(_dequantized(*given)), "right": _dequantized}
+    last: list[str] = []
+
+    def product(name: str, factor: float, *given: Tensor) -> Tensor:
+        last[:] = [name]
+        return factor * _dequantized(*given)
+
+    products = {name: partial(product, name, factor) for name, factor in {"wrong": 1.1, "few": 1.0, "many": 1.0}.items()}
+    seconds = {"wrong": lambda _rows: 1e-9, "few": lambda rows: rows * 1e-6, "many": lambda rows: 3e-4 + rows * 1e-8}
+
+    def clock(compute: Compute) -> float:
+        return seconds[last[0]](len(compute()))
+
     monkeypatch.setattr(expert_kernels, "candidates", lambda is_quantized: products if is_quantized else pytest.fail("plain"))
-    monkeypatch.setattr(choose_product.__wrapped__, "__defaults__", (None, lambda compute: float(len(compute()))))
+    monkeypatch.setattr(choose_product.__wrapped__, "__defaults__", (None, clock))
     stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32)[7]
     assert isinstance(stack.w2_product, ProductBySize)
-    assert stack.w2_product.name == "right to 64 rows, right to 128 rows, right to 512 rows"
-    assert stack.w2_product.large is _dequantized
+    assert stack.w2_product.name == "few to 64 rows, few to 128 rows, few to 512 rows"
+    assert stack.w2_product.large is products["many"]
     rows_CD, ends_E = torch.randn(600, 16), uneven_ends(600, 4)
     expected = StackedExperts(
         stack.w13_E2FD.float() * stack.w13_scale_E2F[..., None],  # type: ignore[index]
         stack.w2_EDF.float() * stack.w2_scale_ED[..., None],  # type: ignore[index]
     )
     torch.testing.assert_close(stack.run(rows_CD, ends_E), expected.run(rows_CD, ends_E))
-    products.pop("right")
+    del products["few"], products["many"]
     assert with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32) == {}, "they run one by one"
 
 
