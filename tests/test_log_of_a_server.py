@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_cluster import free_port
+from serve_cluster import free_port, started_with
 
 pytestmark = [
     pytest.mark.ray,
@@ -88,6 +88,7 @@ def _complete(url: str) -> str:
 
 
 def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
+    """And a signal ends the server, without a process that stays."""
     with TemporaryDirectory(prefix="log") as folder:  # whose name is short: Ray makes sockets in it
         with _serving(folder) as (process, url):
             first_stage = _first_stage(folder)
@@ -102,7 +103,11 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
             assert process.stderr is not None
             lost, again = itertools.islice((m for m in map(_message, process.stderr) if m.startswith("pipeline ")), 2)
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate()
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)  # once more, as a user may do
+            printed, errors = process.communicate(timeout=120)
+            assert (process.returncode, printed) == (0, ""), "nothing of Ray's, which may be read by a machine"
+        assert started_with(folder) == []
         ingress, router = _lines(folder, "serve/replica_tramontane_Ingress_*.log"), _lines(folder, ROUTER_LOGS)
         spans = _spans(folder)
         stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]

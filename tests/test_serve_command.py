@@ -22,7 +22,7 @@ import ray
 from harness import GREEDY, run_in_process
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serve_cluster import free_port, leftovers, listening
+from serve_cluster import free_port, leftovers, listening, started_with
 from tiny_models import tiny_plan
 
 from tramontane.client import Client
@@ -80,45 +80,6 @@ def _complete(url: str, **body: Any) -> dict[str, Any]:  # noqa: ANN401
     return answer
 
 
-def _started_with(home: Path) -> list[psutil.Process]:
-    """Processes that inherited this home."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("HOME") == str(home):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> None:
-    port = free_port()
-    with _server(_environment(tmp_path), "--port", str(port), "--link", "direct") as (process, ready):
-        assert ready["url"] == f"http://127.0.0.1:{port}"
-        assert (ready["model"], ready["stages"], ready["replicas"]) == ("demo", 2, 1)
-        assert _complete(ready["url"], prompt="ROMEO:")["usage"]["completion_tokens"] == 6
-        with Client(ready["grpc"]) as client:
-            assert [model.name for model in client.models()] == ["demo"]
-        sockets = listening(psutil.Process(process.pid))
-        assert len(sockets) > 5, "the stages, the replicas and Ray itself"
-        outside = {(name, ip) for name, ip in sockets if ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
-        assert outside == set()
-        taken = _run(_environment(tmp_path), "--port", str(port))
-        assert taken.returncode == 2
-        assert taken.stderr.splitlines() == [
-            f"error: --port {port} is in use by Tramontane {version('tramontane')}, which serves demo "
-            f"(process {process.pid}, tramontane serve); choose another --port, or stop that first"
-        ], "before anything is loaded"
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)  # once more, as a user may do
-        assert process.wait(timeout=120) == 0
-        assert process.stdout is not None
-        assert process.stdout.read() == "", "nothing of Ray's, which may be read by a machine"
-    assert _started_with(tmp_path) == []
-
-
 def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> None:
     """One stream ends within the time that it gets; the other one gets the reason why it does not."""
     body = {"prompt": "ROMEO:", "temperature": 0, "ignore_eos": True, "stream": True}
@@ -148,36 +109,36 @@ def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> No
         )  # one may just have ended
 
 
-def test_killed_outright_it_leaves_no_process(tmp_path: Path) -> None:
-    with _server(_environment(tmp_path), "--port", str(free_port()), "--stages", "1") as (process, _):
+def test_it_listens_on_loopback_only_and_killed_outright_it_leaves_no_process(tmp_path: Path) -> None:
+    port = free_port()
+    with _server(_environment(tmp_path), "--port", str(port), "--link", "direct") as (process, ready):
+        assert ready["url"] == f"http://127.0.0.1:{port}"
+        assert (ready["model"], ready["stages"], ready["replicas"]) == ("demo", 2, 1)
+        assert _complete(ready["url"], prompt="ROMEO:")["usage"]["completion_tokens"] == 6
+        with Client(ready["grpc"]) as client:
+            assert [model.name for model in client.models()] == ["demo"]
+        sockets = listening(psutil.Process(process.pid))
+        assert len(sockets) > 5, "the stages, the replicas and Ray itself"
+        outside = {(name, ip) for name, ip in sockets if ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
+        assert outside == set()
+        taken = _run(_environment(tmp_path), "--port", str(port))
+        assert taken.returncode == 2
+        assert taken.stderr.splitlines() == [
+            f"error: --port {port} is in use by Tramontane {version('tramontane')}, which serves demo "
+            f"(process {process.pid}, tramontane serve); choose another --port, or stop that first"
+        ], "before anything is loaded"
         process.kill()
         process.wait()
-    while _started_with(tmp_path):
+    while started_with(tmp_path):
         time.sleep(0.1)
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    home = _environment(tmp_path)
-    for arguments, message in (
-        (["--stages", "99"], "error: --stages is 99"),
-        (["--model", str(tmp_path)], "error: "),
-        (["--replicas", "0"], "error: --replicas is "),
-        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 is no address, and no name of one; give an address of this machine"),
-        (["--host", ""], "error: --host is ''"),
-        (["--served-model-name", ""], "error: --served-model-name is ''"),
-        (["--served-model-name", "a,,b"], "error: --served-model-name is 'a,,b'; it must be names, all different, with commas"),
-        (["--served-model-name", "a,b,a"], "error: --served-model-name is 'a,b,a'; it must be names, all different"),
-    ):
-        run = _run(home, *arguments)
-        assert run.returncode == 2, run.stderr
-        assert run.stdout == ""
-        assert run.stderr.splitlines()[-1].startswith(message)
-
-
 def test_the_mode_that_opens_ports_on_all_interfaces_is_refused_with_a_loopback_host(tmp_path: Path) -> None:
+    """In one line, as all mistakes (see ``test_cli_errors.py``): here those of a process of its own."""
     run = _run(_environment(tmp_path, RAY_SERVE_ENABLE_HA_PROXY="1"))
-    assert run.returncode == 2
-    assert "--host 127.0.0.1 cannot be kept in Ray Serve's HAProxy mode" in run.stderr.splitlines()[-1]
+    assert (run.returncode, run.stdout) == (2, "")
+    *_, last = run.stderr.splitlines()
+    assert last.startswith("error: --host 127.0.0.1 cannot be kept in Ray Serve's HAProxy mode")
 
 
 @pytest.mark.parametrize("module", ["typer", "ray"])

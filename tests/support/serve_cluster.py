@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -207,6 +208,18 @@ def listening(process: psutil.Process) -> set[tuple[str, str]]:
         try:
             found |= {(each.name(), c.laddr.ip) for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
         except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def started_with(home: str | Path) -> list[psutil.Process]:
+    """Processes that inherited this home."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HOME") == str(home):
+                found.append(process)
+        except psutil.Error:
             continue
     return found
 

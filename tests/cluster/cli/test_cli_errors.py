@@ -181,6 +181,25 @@ def test_help_has_a_short_form(words: tuple[str, ...]) -> None:
     assert (short.exit_code, short.stdout) == (0, long.stdout)
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--stages", "99"], "--stages is 99"),
+        (["--model", "{folder}"], ""),
+        (["--replicas", "0"], "--replicas is "),
+        (["--host", "999.1.1.1"], "--host 999.1.1.1 is no address, and no name of one; give an address of this machine"),
+        (["--host", ""], "--host is ''"),
+        (["--served-model-name", ""], "--served-model-name is ''"),
+        (["--served-model-name", "a,,b"], "--served-model-name is 'a,,b'; it must be names, all different, with commas"),
+        (["--served-model-name", "a,b,a"], "--served-model-name is 'a,b,a'; it must be names, all different"),
+    ],
+)
+def test_serve_refuses_what_it_cannot_serve_before_it_starts_ray(
+    refused: Refused, tmp_path: Path, flags: list[str], named: str
+) -> None:
+    assert refused("serve", *(flag.format(folder=tmp_path) for flag in flags)).startswith(named)
+
+
 # ---- the configuration file
 
 
