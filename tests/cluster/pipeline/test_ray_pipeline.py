@@ -48,6 +48,7 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
+Running = tuple[PipelineSpec, ObjectStoreStageChain]
 ARGS = tiny_args(window=24)
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    with small_cluster(num_cpus=4):
+    with small_cluster(num_cpus=8):
         yield
 
 
@@ -84,12 +85,29 @@ def _spec(folder: Path, num_stages: int, page_size: int = 16, link: Link = "obje
 
 
 @contextmanager
-def _pipeline(
-    folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
-) -> Iterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
+def _pipeline(folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store") -> Iterator[Running]:
     spec = _spec(folder, num_stages, page_size, link)
     with running_chain(spec) as chain:
         yield spec, chain
+
+
+@pytest.fixture(scope="module")
+def pipeline(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+    """For tests that leave it as they find it, if with other processes: (link, number of stages), with pages of 8."""
+    link, num_stages, *_ = request.param
+    with _pipeline(folder, num_stages, page_size=8, link=link) as running:
+        yield running
+
+
+def _name(case: object) -> str | None:
+    return f"{case[0]}-{case[1]}" if isinstance(case, tuple) else None
+
+
+both_links = pytest.mark.parametrize("pipeline", [("object-store", 2), ("direct", 2)], indirect=True, ids=_name)
+undisturbed = pytest.mark.parametrize(  # by the deaths of other tests
+    "pipeline", [("object-store", 2, "chats"), ("direct", 2, "chats")], indirect=True, ids=_name
+)
+direct_link = pytest.mark.parametrize("pipeline", [("direct", 3)], indirect=True, ids=_name)
 
 
 def _check_tokens(spec: PipelineSpec, chain: ObjectStoreStageChain, budget: int, together: bool) -> None:
@@ -122,11 +140,6 @@ def _wait_until_removed(name: str) -> None:
     """Ray removes actors in its own time; bounded by pytest's timeout, not by a clock here."""
     while _leftovers(name):
         time.sleep(0.05)
-
-
-def test_same_tokens_on_one_stage(folder: Path) -> None:
-    with _pipeline(folder, 1) as (spec, chain):
-        _check_tokens(spec, chain, 4096, True)
 
 
 def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> None:
@@ -208,44 +221,47 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "num_stages", "dying"),
-    [("object-store", 2, 1), ("direct", 2, 1), ("direct", 3, 0), ("direct", 3, 1)],
+    ("pipeline", "dying"),
+    [(("object-store", 2), 1), (("direct", 2), 1), (("direct", 3), 0), (("direct", 3), 1)],
+    indirect=["pipeline"],
+    ids=_name,
+    scope="module",  # so that they run with others of the same pipeline
 )
-def test_requests_of_a_dead_stage_only_wait(folder: Path, link: Link, num_stages: int, dying: int) -> None:
+def test_requests_of_a_dead_stage_only_wait(pipeline: Running, dying: int) -> None:
     """It dies twice, the second time while prompts and answers so far are being computed again, or soon after."""
-    with _pipeline(folder, num_stages, link=link) as (spec, chain):
-        killed_in: set[int] = set()
+    spec, chain = pipeline
+    killed_in: set[int] = set()
 
-        def kill_twice(result: StepResult) -> None:
-            if result.step_id == 5 and result.epoch not in killed_in and len(killed_in) < 2:
-                killed_in.add(result.epoch)
-                ray.kill(chain.stages[dying], no_restart=False)
+    def kill_twice(result: StepResult) -> None:
+        if result.step_id == 5 and result.epoch not in killed_in and len(killed_in) < 2:
+            killed_in.add(result.epoch)
+            ray.kill(chain.stages[dying], no_restart=False)
 
-        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=kill_twice))
-        assert len(killed_in) == 2
-        _check_outputs(outputs)
-        own = ray.get([stage.health.remote() for stage in chain.stages])
-        assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], "each has read its own once"
+    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=kill_twice))
+    assert len(killed_in) == 2
+    _check_outputs(outputs)
+    own = ray.get([stage.health.remote() for stage in chain.stages])
+    assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], "each has read its own once"
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-def test_a_stage_that_stands_still_is_replaced(folder: Path, link: Link) -> None:
+@both_links
+def test_a_stage_that_stands_still_is_replaced(pipeline: Running) -> None:
     """Its process lives, so that Ray sees nothing wrong."""
-    with _pipeline(folder, 2, link=link) as (spec, chain):
-        stopped: list[int] = []
+    spec, chain = pipeline
+    stopped: list[int] = []
 
-        def stop_once(result: StepResult) -> None:
-            if result.step_id == 5 and not stopped:
-                stopped.append(ray.get(chain.stages[1].health.remote()).pid)
-                os.kill(stopped[0], signal.SIGSTOP)
+    def stop_once(result: StepResult) -> None:
+        if result.step_id == 5 and not stopped:
+            stopped.append(ray.get(chain.stages[1].health.remote()).pid)
+            os.kill(stopped[0], signal.SIGSTOP)
 
-        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=stop_once, step_timeout_s=0.5))
-        _check_outputs(outputs)
-        assert not psutil.pid_exists(stopped[0])
+    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=stop_once, step_timeout_s=0.5))
+    _check_outputs(outputs)
+    assert not psutil.pid_exists(stopped[0])
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, link: Link) -> None:
+@both_links
+def test_a_stage_whose_device_computes_no_more_gets_a_new_process(pipeline: Running) -> None:
     """As after a kernel that has failed: the process lives, answers and obeys, and each of its steps fails."""
 
     def break_down(actor: Any) -> None:  # noqa: ANN401
@@ -257,80 +273,73 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, 
         actor._executor.step = fails
         own_failures.device_self_test = lambda device: False
 
-    with _pipeline(folder, 2, link=link) as (spec, chain):
-        broken: list[int] = []
+    spec, chain = pipeline
+    broken: list[int] = []
 
-        def break_once(result: StepResult) -> None:
-            if result.step_id == 5 and not broken:
-                broken.append(ray.get(chain.stages[1].health.remote()).pid)
-                with suppress(RayActorError):  # a step under way may end the process before its reply
-                    ray.get(chain.stages[1].__ray_call__.remote(break_down))
+    def break_once(result: StepResult) -> None:
+        if result.step_id == 5 and not broken:
+            broken.append(ray.get(chain.stages[1].health.remote()).pid)
+            with suppress(RayActorError):  # a step under way may end the process before its reply
+                ray.get(chain.stages[1].__ray_call__.remote(break_down))
 
-        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=break_once))
-        _check_outputs(outputs)
-        assert ray.get(chain.stages[1].health.remote()).pid not in broken
-        assert not psutil.pid_exists(broken[0])
+    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=break_once))
+    _check_outputs(outputs)
+    assert ray.get(chain.stages[1].health.remote()).pid not in broken
+    assert not psutil.pid_exists(broken[0])
 
 
 # ---- prefix caching
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(folder: Path, link: Link) -> None:
+@undisturbed
+def test_chats_in_turns_get_the_same_with_and_without_prefix_caching(pipeline: Running) -> None:
     """Their first turn is three windows long."""
-    with _pipeline(folder, 2, page_size=8, link=link) as (spec, chain):
-        check_turns(chain, spec.plan)
+    spec, chain = pipeline
+    check_turns(chain, spec.plan)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="without kernels in C other chunks have other roundings")
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-def test_cached_prefixes_are_lost_with_a_stage(folder: Path, link: Link) -> None:
+@undisturbed
+def test_cached_prefixes_are_lost_with_a_stage(pipeline: Running) -> None:
     """It dies before turn 2 and in the middle of turn 3; the turns after each find what was computed since."""
-    with _pipeline(folder, 2, page_size=8, link=link) as (spec, chain):
-        without = asyncio.run(run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5))
-        scheduler, num_hit = caching_scheduler(spec.plan), list[int]()  # before each turn
-        num_left = 0  # micro-batches until it dies in turn 3
+    spec, chain = pipeline
+    without = asyncio.run(run_turns(chain, caching_scheduler(spec.plan, reuses_prefixes=False), new_chats(1), 5))
+    scheduler, num_hit = caching_scheduler(spec.plan), list[int]()  # before each turn
+    num_left = 0  # micro-batches until it dies in turn 3
 
-        async def begin(router: Router, turn: int) -> None:
-            nonlocal num_left
-            num_hit.append(scheduler.allocator.num_hit)
-            if turn == 2:
-                epoch = scheduler.epoch
-                ray.kill(chain.stages[1], no_restart=False)
-                router.request_recovery(PipelineError("a stage has died"))
-                while scheduler.epoch == epoch or not router.is_ready:
-                    await asyncio.sleep(0.01)
-                assert sum(scheduler.allocator.num_cached) == 0
-            num_left = 4 if turn == 3 else 0
+    async def begin(router: Router, turn: int) -> None:
+        nonlocal num_left
+        num_hit.append(scheduler.allocator.num_hit)
+        if turn == 2:
+            epoch = scheduler.epoch
+            ray.kill(chain.stages[1], no_restart=False)
+            router.request_recovery(PipelineError("a stage has died"))
+            while scheduler.epoch == epoch or not router.is_ready:
+                await asyncio.sleep(0.01)
+            assert sum(scheduler.allocator.num_cached) == 0
+        num_left = 4 if turn == 3 else 0
 
-        def kill(_result: StepResult) -> None:
-            nonlocal num_left
-            num_left -= 1
-            if num_left == 0:
-                ray.kill(chain.stages[0], no_restart=False)
+    def kill(_result: StepResult) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            ray.kill(chain.stages[0], no_restart=False)
 
-        turns = asyncio.run(run_turns(chain, scheduler, new_chats(1), 5, begin, kill))
-        assert [turn.answer for (turn,) in turns] == [turn.answer for (turn,) in without]
-        hits = [after - before for before, after in pairwise([*num_hit, scheduler.allocator.num_hit])]
-        assert [hits[0], hits[2]] == [0, 0]
-        assert all(hits[turn] == turns[turn][0].num_cached >= turns[turn][0].num_known - 8 for turn in (1, 3, 4))
+    turns = asyncio.run(run_turns(chain, scheduler, new_chats(1), 5, begin, kill))
+    assert [turn.answer for (turn,) in turns] == [turn.answer for (turn,) in without]
+    hits = [after - before for before, after in pairwise([*num_hit, scheduler.allocator.num_hit])]
+    assert [hits[0], hits[2]] == [0, 0]
+    assert all(hits[turn] == turns[turn][0].num_cached >= turns[turn][0].num_known - 8 for turn in (1, 3, 4))
 
 
 # ---- the direct link
 
 
-@pytest.fixture
-def linked(folder: Path) -> Iterator[tuple[PipelineSpec, DirectStageChain]]:
-    with _pipeline(folder, 3, page_size=8, link="direct") as (spec, chain):
-        assert isinstance(chain, DirectStageChain)
-        yield spec, chain
-
-
-def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
-    linked: tuple[PipelineSpec, DirectStageChain],
-) -> None:
-    spec, chain = linked
+@direct_link
+def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(pipeline: Running) -> None:
+    spec, chain = pipeline
+    assert isinstance(chain, DirectStageChain)
     _check_experts(spec, chain)
     _check_tokens(spec, chain, 7, True)
 
@@ -346,11 +355,9 @@ def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
     _check_outputs(asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=intrude)))
 
 
-def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fence(
-    linked: tuple[PipelineSpec, DirectStageChain],
-) -> None:
-    spec, chain = linked
-
+@direct_link
+def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fence(pipeline: Running) -> None:
+    spec, chain = pipeline
     failed: list[int] = []
 
     def disturb(result: StepResult) -> None:
@@ -370,8 +377,9 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
     _check_tokens(spec, chain, 64, True)
 
 
-def test_channels_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
-    _, chain = linked
+@direct_link
+def test_channels_are_between_nodes_own_addresses_and_leave_nothing_open(pipeline: Running) -> None:
+    _, chain = pipeline
     stages = [psutil.Process(ray.get(stage.health.remote()).pid) for stage in chain.stages]
 
     def opened(status: str) -> set[tuple[tuple[str, int], tuple[str, int]]]:
@@ -391,8 +399,9 @@ def test_channels_are_between_nodes_own_addresses_and_leave_nothing_open(linked:
     assert opened(psutil.CONN_LISTEN) <= listening
 
 
-def test_stages_outlive_their_supervisor(folder: Path) -> None:
+def test_same_tokens_on_one_stage_which_outlives_its_supervisor(folder: Path) -> None:
     with _pipeline(folder, 1) as (spec, chain):
+        _check_tokens(spec, chain, 4096, True)
         supervisor = ray.get_actor(f"{spec.name}-supervisor", NAMESPACE)
         ray.kill(supervisor, no_restart=False)
         _check_tokens(spec, chain, 512, True)
