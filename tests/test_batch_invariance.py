@@ -77,7 +77,13 @@ def _answers(
     folder: Path, plan: PipelinePlan, prompts: Sequence[list[int]], case: Case, sampling: SamplingParams = SAMPLING
 ) -> tuple[list[Values], int]:
     """Return the values of each answer, and how many sequences were preempted."""
-    chain = LocalStageChain([StageWorker.load(stage, folder) for stage in plan.stages])
+    return _run([StageWorker.load(stage, folder) for stage in plan.stages], plan, prompts, case, sampling)
+
+
+def _run(
+    stages: Sequence[StageWorker], plan: PipelinePlan, prompts: Sequence[list[int]], case: Case, sampling: SamplingParams
+) -> tuple[list[Values], int]:
+    chain = LocalStageChain(stages)
     scheduler = scheduler_for(plan, case.budget, FixedInFlightPolicy(case.max_in_flight, case.budget))
     try:
         answers = asyncio.run(run_answers(chain, scheduler, prompts, sampling, together=case.together))
@@ -87,10 +93,16 @@ def _answers(
 
 
 @cache
-def _alone(folder: Path, kind: str, dtype: str, length: int, seed: int) -> Values:
+def _only_stage(folder: Path, kind: str, dtype: str) -> StageWorker:
+    return StageWorker.load(_plan(kind, dtype, Case()).stages[0], folder)
+
+
+@cache
+def _alone(folder: Path, kind: str, dtype: str, length: int, seed: int, sampling: SamplingParams = SAMPLING) -> Values:
     """Of a prompt that has the only stage of a pipeline for itself."""
     case = Case(together=False)
-    return _answers(folder, _plan(kind, dtype, case), [random_ids(length, seed)], case)[0][0]
+    stages = [_only_stage(folder, kind, dtype)]
+    return _run(stages, _plan(kind, dtype, case), [random_ids(length, seed)], case, sampling)[0][0]
 
 
 CASES = st.builds(
@@ -180,8 +192,7 @@ def test_an_answer_that_is_computed_again_from_any_of_its_tokens(
     """What was decoded is then a part of the prompt. Without penalties, which count the answer's tokens only."""
     sampling = replace(SAMPLING, frequency_penalty=0.0, ignore_eos=True)
     prompt = random_ids(length, seed=5)
-    whole = Case(together=False)
-    ((token_ids, logprobs),), _ = _answers(folders[kind], _plan(kind, dtype, whole), [prompt], whole, sampling)
+    token_ids, logprobs = _alone(folders[kind], kind, dtype, length, 5, sampling)
     known, more = [*prompt, *token_ids[:num_known]], replace(sampling, max_tokens=len(token_ids) - num_known)
     ((again, logprobs_again),), _ = _answers(folders[kind], _plan(kind, dtype, case), [known], case, more)
     assert again == token_ids[num_known:]
