@@ -68,9 +68,13 @@ class StageActor(WorkerActor["StageWorker"]):
         super().__init__(plan.label, plan.weight_bytes, settings)
 
     def _load(self) -> "StageWorker":
+        import torch
+
         from tramontane.workers.stage.stage_worker import StageWorker
 
         settings = self._settings
+        # Applies to this thread only. torch.compile would compile again in threads of steps that have another number.
+        torch.set_num_threads(settings.threads)
         return StageWorker.load(
             self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple, self._on_activity
         )

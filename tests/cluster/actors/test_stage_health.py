@@ -1,16 +1,19 @@
-"""What actors say of themselves: for how long they have been computing, by which hung ones are found."""
+"""What actors say of themselves, by which hung ones are found, and the threads with which they load."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
 from tramontane.cluster.actors.stage_actor import StageActor
 from tramontane.cluster.actors.step_guard import FailureGuard
 from tramontane.proto.errors import PipelineError
+from tramontane.workers.stage.stage_worker import StageWorker
 
 COMMON = {"label": "", "_worker": None, "_activity": "", "_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
 
@@ -27,6 +30,17 @@ def test_a_stage_says_for_how_long_it_computes(busy_s: float | None, expected: f
     executor = None if busy_s is None else SimpleNamespace(busy_for_s=busy_s)
     stage.__dict__ |= COMMON | {"_executor": executor, "_loading": threading.Thread()}
     assert stage._health()["busy_for_s"] == expected
+
+
+def test_a_stage_loads_with_the_threads_that_its_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts them for each thread, and compiles again where the number is another one."""
+    stage, seen = StageActor.__new__(StageActor), list[int]()
+    settings = SimpleNamespace(threads=3, weights=None, device="cpu")
+    stage.__dict__ |= COMMON | {"_settings": settings, "_plan": None, "_pieces": None}
+    monkeypatch.setattr(StageWorker, "load", lambda *_: seen.append(torch.get_num_threads()))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(stage._load).result()
+    assert seen == [3]
 
 
 @pytest.mark.parametrize("fails", [False, True])
