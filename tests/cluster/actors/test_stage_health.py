@@ -1,5 +1,7 @@
 """What actors say of themselves, by which hung ones are found, and the threads with which they load."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +43,25 @@ def test_a_stage_loads_with_the_threads_that_its_steps_have(monkeypatch: pytest.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(stage._load).result()
     assert seen == [3]
+
+
+FROZEN = """
+import gc
+from tramontane.cluster.actors.worker_actor import import_torch
+
+before = gc.get_freeze_count()
+import_torch()
+assert gc.isenabled()
+assert gc.get_freeze_count() - before > 100_000
+gc.unfreeze()
+import_torch()
+assert gc.get_freeze_count() == 0, "it was imported before"
+"""
+
+
+def test_no_collection_looks_at_the_objects_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])
