@@ -12,8 +12,9 @@ from reference import reference_attention
 from tramontane.proto.plan import WindowClass, ring_pages
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
-from tramontane.workers.attention.triton_cache import cache_rows, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import SplitKDecode
+from tramontane.workers.kernels.fused_ops import EAGER
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative, by norms
 POSITIONS = (0, 1, 15, 16, 63, 64, 100, 500)
@@ -78,6 +79,25 @@ def check_writes(values_are_keys: bool, device: str) -> None:
     write_rows(ours, rows_B[:0], k_TGd[:0], v_TGd[:0], None)  # nothing
 
 
+def check_rotation(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Compare rotated queries and what is in the cache with PyTorch; other rows stay what they were."""
+    generator, num_queries, num_keys = torch.Generator().manual_seed(0), 6, 2
+    qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, generator=generator).to(dtype)
+    cos_Bd, sin_Bd = (torch.randn(3, head_dim, generator=generator).to(dtype) for _ in range(2))
+    k_NGd, v_NGd = (torch.randn(9, num_keys, head_dim, generator=generator).to(dtype) for _ in range(2))
+    cached, rows_B = LayerCache(k_NGd.to(device), v_NGd.to(device)), torch.tensor([7, 0, 4])
+    q_BQd = rotate_and_write(cached, rows_B.to(device), qkv_BHd.to(device), cos_Bd.to(device), sin_Bd.to(device))
+    rotated_BHd = EAGER.apply_rotary(*(each.double() for each in (qkv_BHd, cos_Bd, sin_Bd)))
+    k_NGd[rows_B] = rotated_BHd[:, num_queries : num_queries + num_keys].to(dtype)
+    v_NGd[rows_B] = qkv_BHd[:, num_queries + num_keys :]
+    assert q_BQd.dtype == dtype
+    torch.testing.assert_close(q_BQd.cpu().double(), rotated_BHd[:, :num_queries], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(cached.k_NGd.cpu(), k_NGd, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(cached.v_NGd.cpu(), v_NGd)
+    others = [row for row in range(9) if row not in rows_B.tolist()]
+    assert torch.equal(cached.k_NGd.cpu()[others], k_NGd[others])
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 CHECKS: dict[str, Check] = {
     **{
@@ -94,4 +114,5 @@ CHECKS: dict[str, Check] = {
     "decode with a head of its own for every query": partial(check_decode, 40, 16, 64, 4, (3, 3), FP32),
     "writes": partial(check_writes, False),
     "writes of what is both keys and values": partial(check_writes, True),
+    **{f"rotation of {d} numbers in {dtype}": partial(check_rotation, d, dtype) for d in (8, 20) for dtype in (FP32, BF16)},
 }

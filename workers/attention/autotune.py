@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.kernel_cases import KernelCase, check_writes, correctness_cases, timing_cases
+from tramontane.workers.attention.kernel_cases import KernelCase, check_rotation, check_writes, correctness_cases, timing_cases
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Clock, Compute, cpu_seconds, cuda_seconds, select_fastest
@@ -88,13 +88,23 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
 def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torch.device) -> AttentionKernels:
     """Return the kernels with Triton's writes to the cache, or as they are where those are not right; logs why."""
     try:
-        from tramontane.workers.attention.triton_cache import cache_rows, write_rows  # Triton is not on every platform
+        from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
+            cache_rows,
+            rotate_and_write,
+            write_rows,
+        )
     except ImportError:
         return kernels
     if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows)):
         logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
         return kernels
-    return replace(kernels, write=write_rows, cache_rows=cache_rows)
+    kernels = replace(kernels, write=write_rows, cache_rows=cache_rows)
+    if plan.args.latent:  # whose keys are not heads of a product
+        return kernels
+    if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):
+        logger.warning("queries and keys of single tokens are rotated by a kernel of its own: %s", reason)
+        return kernels
+    return replace(kernels, rotate_and_write=rotate_and_write)
 
 
 @cache  # for tests, which start many equal stages in one process

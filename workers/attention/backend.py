@@ -75,6 +75,9 @@ class SparseKernels(Protocol):
 
 Write = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor | None], None]  # see ``LayerCache.write``
 CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
+# Rotates queries and keys of single tokens, writes keys and values to cache rows [B], and returns the queries [B, Q, d]. It is
+# given all of them, [B, Q + 2 G, d], and cosines and sines [B, d].
+RotateAndWrite = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class AttentionKernels:
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
     write: Write = LayerCache.write
     cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
+    rotate_and_write: RotateAndWrite | None = None  # None: layers rotate, and ``write`` writes
 
     @property
     def needs_page_tables(self) -> bool:
@@ -120,6 +124,20 @@ class CachedAttention:
         if (decode := self.index.decode[window_class]) is not None:
             outs.append(self._decode(layer, decode, q_THd[split:], k_TGd[split:], v_TGd[split:]))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
+        """Write the row's keys and values and return its queries [B, Q, d], rotated, where one kernel does all of that.
+
+        None in a micro-batch with chunks of several tokens, whose own keys are needed.
+        """
+        decode, kernel = self.index.decode[self.cache.class_of[layer]], self.kernels.rotate_and_write
+        if kernel is None or self.index.num_prefill_tokens or decode is None:
+            return None
+        return kernel(self.cache.layers[layer], decode.write_rows, qkv_BHd, cos_Bd, sin_Bd)
+
+    def attend_written(self, layer: int, q_BQd: Tensor) -> Tensor:
+        """Attend to the cache after ``rotate_and_write``; [B, Q, d]."""
+        return self.kernels.decode.attend(q_BQd, self.cache.layers[layer], self.decode_masks[self.cache.class_of[layer]])
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps."""

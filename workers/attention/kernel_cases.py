@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention.backend import CacheRows, DecodeKernel, PrefillKernel, Write
+from tramontane.workers.attention.backend import CacheRows, DecodeKernel, PrefillKernel, RotateAndWrite, Write
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
-from tramontane.workers.device.kernel_selection import Compute
+from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute
+from tramontane.workers.device.self_test import assert_close_norm
 
 TABLE_KEYS = 2048  # of a token's page ring without a window
 # Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
@@ -103,6 +104,26 @@ def check_writes(plan: StagePlan, device: torch.device, write: Write, cache_rows
         write(caches[1], cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
         if not (torch.equal(caches[0].k_NGd, caches[1].k_NGd) and torch.equal(caches[0].v_NGd, caches[1].v_NGd)):
             raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
+
+
+@torch.inference_mode()
+def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: RotateAndWrite) -> None:
+    """Compare rotated queries and what is written to a cache with PyTorch's. Raises ArithmeticError."""
+    num_queries, num_keys, head_dim = plan.args.n_heads, plan.args.n_kv_heads, plan.args.head_dim
+    dtype, rows_B = getattr(torch, plan.dtype), torch.tensor([5, 0, 2], device=device)
+    qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, device=device).to(dtype)
+    cos_Bd, sin_Bd = (torch.randn(3, head_dim, device=device).to(dtype) for _ in range(2))
+    cached = LayerCache.zeros((8, num_keys, head_dim), dtype, device)
+    q_BQd = rotate_and_write(cached, rows_B, qkv_BHd, cos_Bd, sin_Bd)
+    x_BHd, swapped_BHd = qkv_BHd.float(), torch.cat([-qkv_BHd.float().chunk(2, -1)[1], qkv_BHd.float().chunk(2, -1)[0]], dim=-1)
+    rotated_BHd = x_BHd * cos_Bd.float()[:, None] + swapped_BHd * sin_Bd.float()[:, None]
+    assert_close_norm(q_BQd, rotated_BHd[:, :num_queries], MAX_DIFFERENCE)
+    expected = LayerCache.zeros((8, num_keys, head_dim), dtype, device)
+    expected.write(rows_B, rotated_BHd[:, num_queries : num_queries + num_keys].to(dtype), qkv_BHd[:, num_queries + num_keys :])
+    assert_close_norm(cached.k_NGd, expected.k_NGd, MAX_DIFFERENCE)
+    untouched = torch.tensor([1, 3, 4, 6, 7], device=device)
+    if cached.k_NGd[untouched].any() or not torch.equal(cached.v_NGd, expected.v_NGd):
+        raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
 
 
 def _size(device: torch.device) -> CaseSize:

@@ -1,7 +1,9 @@
 """Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache rows of positions by another.
 
-Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, G key/value heads, d head_dim, S slots,
-R pages of a ring; e elements of a program.
+Of single tokens, one kernel rotates queries and keys and writes keys and values, from the product of all three.
+
+Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H heads of queries, keys and values,
+Q query heads, G key/value heads, d head_dim, S slots, R pages of a ring; e elements of a program.
 """
 
 import torch
@@ -52,6 +54,57 @@ def _write(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     tl.store(k_NGd + to, tl.load(k_TGd + token * k_stride + e, mask=e < width), mask=e < width)
     if writes_values:
         tl.store(v_NGd + to, tl.load(v_TGd + token * v_stride + e, mask=e < width), mask=e < width)
+
+
+def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+    """Compute ``AttentionKernels.rotate_and_write``."""
+    (num_tokens, num_heads, head_dim), num_keys = qkv_BHd.shape, cached.k_NGd.shape[1]
+    assert qkv_BHd.is_contiguous()
+    q_BQd = torch.empty(num_tokens, num_heads - 2 * num_keys, head_dim, dtype=qkv_BHd.dtype, device=qkv_BHd.device)
+    pointers = qkv_BHd, cos_Bd.contiguous(), sin_Bd.contiguous(), q_BQd, cached.k_NGd, cached.v_NGd, rows_B
+    sizes = num_heads - 2 * num_keys, num_keys, head_dim // 2, int(triton.next_power_of_2(head_dim // 2))
+    with torch.cuda.device_of(rows_B):  # type: ignore[no-untyped-call]  # as above
+        _rotate_and_write[(num_tokens, num_heads)](*pointers, *sizes, num_warps=1)
+    return q_BQd
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_and_write(  # type: ignore[no-untyped-def]
+    qkv_BHd,
+    cos_Bd,
+    sin_Bd,
+    q_BQd,
+    k_NGd,
+    v_NGd,
+    rows_B,
+    num_queries: tl.constexpr,
+    num_keys: tl.constexpr,
+    half: tl.constexpr,
+    e_block: tl.constexpr,
+):
+    """Compute one head of one token, of which element i pairs with i + d/2. Of 32 + 8 + 8 heads: 35 is key head 3."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e = tl.arange(0, e_block)
+    source = qkv_BHd + (token * (num_queries + 2 * num_keys) + head) * (2 * half) + e
+    first, second = tl.load(source, mask=e < half), tl.load(source + half, mask=e < half)
+    row = tl.load(rows_B + token)
+    if head < num_queries + num_keys:
+        cos, sin = cos_Bd + token * (2 * half) + e, sin_Bd + token * (2 * half) + e
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        low = x * tl.load(cos, mask=e < half) - y * tl.load(sin, mask=e < half)
+        high = y * tl.load(cos + half, mask=e < half) + x * tl.load(sin + half, mask=e < half)
+        if head < num_queries:
+            to = q_BQd + (token * num_queries + head) * (2 * half) + e
+            tl.store(to, low.to(first.dtype), mask=e < half)
+            tl.store(to + half, high.to(first.dtype), mask=e < half)
+        else:
+            to = k_NGd + (row * num_keys + head - num_queries) * (2 * half) + e
+            tl.store(to, low.to(first.dtype), mask=e < half)
+            tl.store(to + half, high.to(first.dtype), mask=e < half)
+    else:
+        to = v_NGd + (row * num_keys + head - num_queries - num_keys) * (2 * half) + e
+        tl.store(to, first, mask=e < half)
+        tl.store(to + half, second, mask=e < half)
 
 
 def cache_rows(ring: PageRings, slots_B: Tensor, positions_B: Tensor) -> Tensor:

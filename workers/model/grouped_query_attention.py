@@ -3,7 +3,7 @@
 Shape letters: T tokens of a micro-batch in one packed row, D model width, H query heads, G key/value heads, d head_dim.
 """
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
@@ -28,8 +28,21 @@ class Attend(Protocol):
         """Return attended values [T, H, d]. Without keys those of another layer are used; ``index``: see ``IndexInputs``."""
 
 
+class RotatingAttend(Attend, Protocol):
+    """An ``Attend`` that may rotate and write the heads of single tokens itself."""
+
+    def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
+        """Return the rotated queries, or None if the micro-batch is to be rotated by the layer."""
+
+    def attend_written(self, layer: int, q_BQd: Tensor) -> Tensor:
+        """Return attended values after that."""
+
+
 class GroupedQueryAttention(nn.Module):
-    """H query heads share G key/value heads; queries, keys and values are one matrix product."""
+    """H query heads share G key/value heads; queries, keys and values are one matrix product.
+
+    ``rotates_in_cache``: what attends is a ``RotatingAttend``.
+    """
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
@@ -39,14 +52,21 @@ class GroupedQueryAttention(nn.Module):
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
         self.fused_ops = EAGER
+        self.rotates_in_cache = False
 
     def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
         """Project, rotate, attend, and project back: [T, D] to [T, D]."""
         num_queries, num_keys, _ = self.num_heads
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        if self.rotates_in_cache:
+            own = cast("RotatingAttend", attend)
+            if (q_TQd := own.rotate_and_write(self.layer, qkv_THd, rotary.cos_Td, rotary.sin_Td)) is not None:
+                return self._project(own.attend_written(self.layer, rotary.scale_queries(q_TQd)))
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
         rotated_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
         q_THd, k_TGd = rotary.scale_queries(rotated_THd[:, :num_queries]), rotated_THd[:, num_queries:]
-        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
-        out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
+        return self._project(attend(self.layer, q_THd, k_TGd, v_TGd))
+
+    def _project(self, out_THd: Tensor) -> Tensor:
+        out_TD: Tensor = self.wo(out_THd.reshape(len(out_THd), -1))
         return out_TD

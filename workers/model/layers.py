@@ -67,8 +67,10 @@ class TransformerBlock(nn.Module):
         return ops.fused_add_rms_norm(h_TD, self.attention(x_TD, rotary, attend), self.ffn_norm.weight, self.norm_eps)
 
 
-def set_fused_ops(model: nn.Module, fused_ops: FusedOps) -> None:
-    """Use these operations in every layer and expert."""
+def set_fused_ops(model: nn.Module, fused_ops: FusedOps, *, rotates_in_cache: bool = False) -> None:
+    """Use these operations in every layer and expert. ``rotates_in_cache``: see ``GroupedQueryAttention``."""
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
             module.fused_ops = fused_ops
+        if isinstance(module, GroupedQueryAttention):
+            module.rotates_in_cache = rotates_in_cache

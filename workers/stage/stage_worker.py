@@ -77,7 +77,7 @@ class StageWorker:
             on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
-        set_fused_ops(model, self.backend.fused_ops)
+        set_fused_ops(model, self.backend.fused_ops, rotates_in_cache=self.backend.kernels.rotate_and_write is not None)
         cos_sin, frequencies = self.backend.fused_ops.cos_sin, model.rotary_frequencies.to(self.device)
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
         # Only the single stage of a pipeline both samples tokens and embeds them.

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_args, tiny_plan
+from tiny_models import latent_args, tiny_args, tiny_plan
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tramontane.workers.attention import autotune
 from tramontane.workers.attention.autotune import (
     NUM_CORRECTNESS_TOKENS,
     TIMED_TOKENS,
@@ -22,6 +23,7 @@ from tramontane.workers.attention.autotune import (
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.kernel_cases import correctness_cases, timing_cases
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
+from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.sdpa_backend import (
     BatchSizeDispatch,
     GatheredDecode,
@@ -31,6 +33,7 @@ from tramontane.workers.attention.sdpa_backend import (
     SdpaPrefill,
 )
 from tramontane.workers.device.kernel_selection import Compute, select_fastest
+from tramontane.workers.kernels.fused_ops import EAGER
 
 CPU = torch.device("cpu")
 RIGHT = torch.arange(1.0, 5.0)
@@ -248,3 +251,30 @@ def test_what_cannot_be_imported_takes_no_other_kernel_away(
     assert [*decodes(4)] == ([] if absent == "triton_decode" else [f"4, {plan.args.n_kv_heads}"])
     (record,) = caplog.records
     assert absent in record.getMessage()
+
+
+@pytest.mark.parametrize(("factor", "is_used"), [(1.0, True), (1.1, False)])
+def test_one_kernel_rotates_and_writes_where_it_is_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, is_used: bool
+) -> None:
+    """Or layers rotate by themselves, and the log says so."""
+    triton_cache = pytest.importorskip("tramontane.workers.attention.triton_cache", reason="Triton is not on every platform")
+
+    def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+        num_keys = cached.k_NGd.shape[1]
+        rotated_BHd = EAGER.apply_rotary(qkv_BHd[:, :-num_keys], cos_Bd, sin_Bd)
+        cached.write(rows_B, factor * rotated_BHd[:, -num_keys:], qkv_BHd[:, -num_keys:])
+        return rotated_BHd[:, :-num_keys]
+
+    for name, kernel in (
+        ("write_rows", LayerCache.write),
+        ("cache_rows", PageRings.rows),
+        ("rotate_and_write", rotate_and_write),
+    ):
+        monkeypatch.setattr(triton_cache, name, kernel)
+    plan, own = tiny_plan(tiny_args(n_layers=1), 1).stages[0], AttentionKernels(SdpaPrefill(), PagedDecode())
+    kernels = autotune._with_triton_writes(own, plan, CPU)
+    assert kernels.rotate_and_write is (rotate_and_write if is_used else None)
+    assert ("rotated by a kernel of its own: differs by" in caplog.text) is not is_used
+    latent = tiny_plan(latent_args(n_layers=1), 1).stages[0]
+    assert autotune._with_triton_writes(own, latent, CPU).rotate_and_write is None

@@ -44,3 +44,10 @@ def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], pa
     usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(12), warps, stages)
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
+
+
+def test_rotation_compiles_for_hopper_without_spills() -> None:
+    """32 query heads and 8 key/value heads of 128."""
+    types, constants = (*("*bf16",) * 6, "*i64"), (32, 8, 64, 64)
+    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(7), 1, 3)
+    assert usage.spilled_bytes == 0

@@ -23,7 +23,9 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata
+from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, PagedDecode, SdpaPrefill
+from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
@@ -135,6 +137,29 @@ def test_the_same_tokens_of_steps_that_begin_with_tokens_on_the_device(sampling:
     found = run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32, max_in_flight=2, async_scheduling=True)
     assert found == _step_by_step(args, sampling)[0]
     assert recorder.num_replayed > 5 * recorder.num_recorded
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
+def test_the_same_tokens_where_one_kernel_rotates_and_writes(moe: bool) -> None:
+    """In steps of single tokens, in graphs and not; others are rotated by their layers."""
+    args, calls = tiny_args(n_layers=3, windows=(24, None, 40), moe=moe), list[int]()
+
+    def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+        calls.append(len(rows_B))
+        num_keys = cached.k_NGd.shape[1]
+        rotated_BHd = EAGER.apply_rotary(qkv_BHd[:, :-num_keys], cos_Bd, sin_Bd)
+        cached.write(rows_B, rotated_BHd[:, -num_keys:], qkv_BHd[:, -num_keys:])
+        return rotated_BHd[:, :-num_keys].contiguous()
+
+    plan, sampling = tiny_plan(args, 1, page_size=4), SamplingParams(temperature=0.0, max_tokens=24)
+    kernels = AttentionKernels(SdpaPrefill(), PagedDecode(), rotate_and_write=rotate_and_write)
+    for recorder in (Replays(), None):
+        (worker,) = split_model(random_model(args), plan)
+        backend = DeviceBackend(kernels, graph_capture=recorder)
+        worker = StageWorker(worker.plan, experts_together(worker.model), backend=backend)
+        calls.clear()
+        assert run_in_process(plan, [worker], PROMPTS[:7], sampling, budget=32) == _step_by_step(args, sampling)[0]
+        assert calls
 
 
 @cache
