@@ -85,7 +85,7 @@ def check_rotation(head_dim: int, dtype: torch.dtype, device: str) -> None:
     qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, generator=generator).to(dtype)
     cos_Bd, sin_Bd = (torch.randn(3, head_dim, generator=generator).to(dtype) for _ in range(2))
     k_NGd, v_NGd = (torch.randn(9, num_keys, head_dim, generator=generator).to(dtype) for _ in range(2))
-    cached, rows_B = LayerCache(k_NGd.to(device), v_NGd.to(device)), torch.tensor([7, 0, 4])
+    cached, rows_B = LayerCache(k_NGd.clone().to(device), v_NGd.clone().to(device)), torch.tensor([7, 0, 4])
     q_BQd = rotate_and_write(cached, rows_B.to(device), qkv_BHd.to(device), cos_Bd.to(device), sin_Bd.to(device))
     rotated_BHd = EAGER.apply_rotary(*(each.double() for each in (qkv_BHd, cos_Bd, sin_Bd)))
     k_NGd[rows_B] = rotated_BHd[:, num_queries : num_queries + num_keys].to(dtype)
