@@ -51,3 +51,19 @@ def test_rotation_compiles_for_hopper_without_spills() -> None:
     types, constants = (*("*bf16",) * 6, "*i64"), (32, 8, 64, 64)
     usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(7), 1, 3)
     assert usage.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_writes_to_the_cache_compile_for_hopper_without_spills(has_tokens: bool) -> None:
+    """Of 8 key/value heads of 128, which are read 16 bytes at a time."""
+    types = (*("*bf16",) * 4, *("*i64",) * 2, *("i32",) * 2)
+    constants = (1024, 1024, has_tokens, True)
+    usage = resource_usage("tramontane.workers.attention.triton_cache", "_write", types, constants, range(8), 4, 3)
+    assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads
+
+
+def test_cache_rows_compile_for_hopper_without_spills() -> None:
+    types, constants = (*("*i64",) * 4, *("i32",) * 2), (64, 128)
+    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rows", types, constants, range(4), 4, 3)
+    assert usage.spilled_bytes == 0
