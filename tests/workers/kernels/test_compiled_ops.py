@@ -1,4 +1,4 @@
-"""What Inductor and Triton make of the fused operations for a Hopper GPU that is not there, and which kernels tests compile."""
+"""What Inductor and Triton make of the fused operations for a Hopper GPU that is not there."""
 
 import pytest
 

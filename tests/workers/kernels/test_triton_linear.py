@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from compiled_kernels import resource_usage
 from interpreted_checks import run_interpreted
 from kernel_launches import Launches, unspecialized
 from product_checks import CHECKS
@@ -83,6 +84,15 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("has_more", [False, True], ids=["alone", "after an addition"])
+def test_the_norm_compiles_for_hopper_without_spills(has_more: bool) -> None:
+    """Of width 4096."""
+    types, module = (*("*bf16",) * 5, "i32", "fp32"), "tramontane.workers.kernels.triton_norm"
+    usage = resource_usage(module, "_kernel", types, (4096, has_more), range(6), triton_norm.WARPS, stages=3)
+    assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
