@@ -4,12 +4,13 @@ In addition, no operation may mix tensors of the host and the device, and every 
 would wait for all work of the GPU, and could not be recorded in a CUDA graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import random_ids
+from meta_device import META, Once, OtherMemory
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,13 +26,11 @@ from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import pinned_memory as pinned
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.activation import Activation
-from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-META = torch.device("meta")
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=3),
@@ -56,30 +55,6 @@ class OnePlace(TorchDispatchMode):
             devices.add(torch.device(kwargs["device"]).type)
         assert len(devices) < 2, f"{func} moves, or mixes, what is on {devices}"
         return func(*args, **kwargs)
-
-
-class OtherMemory(pinned.PinnedTransfer):
-    """Of a driver that is not there."""
-
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        assert target.shape == source.shape
-
-    def record(self, device: torch.device) -> Callable[[], None]:
-        return lambda: None
-
-    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
-        return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
-
-
-class Once:
-    """Records nothing, and computes twice, as CUDA graphs are warmed up."""
-
-    def __call__(self, compute: Compute) -> Compute:
-        compute()
-        return compute
 
 
 class InPlace(PagedDecode):

@@ -1,0 +1,35 @@
+"""Stages on torch's meta device, which has shapes and no numbers: what takes the place of a GPU's driver."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.device.pinned_memory import PinnedTransfer
+from tramontane.workers.stage.cuda_graphs import Compute
+
+META = torch.device("meta")
+
+
+class OtherMemory(PinnedTransfer):
+    """Of a driver that is not there."""
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape
+
+    def record(self, device: torch.device) -> Callable[[], None]:
+        return lambda: None
+
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
+        return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
+
+
+class Once:
+    """Records nothing, and computes twice, as CUDA graphs are warmed up."""
+
+    def __call__(self, compute: Compute) -> Compute:
+        compute()
+        return compute

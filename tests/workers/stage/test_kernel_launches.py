@@ -1,0 +1,152 @@
+"""How many kernels a step of decodes launches on a GPU: with few sequences each takes about as long as its launch.
+
+Stages are recorded on torch's meta device, as CUDA graphs are, with the kernels of this project that a GPU would be given. An
+operation of PyTorch counts as one kernel, one that makes a view or memory as none, and each of ``FusedOps`` and each Triton
+kernel as one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from meta_device import META, OtherMemory
+from tiny_models import tiny_args, tiny_plan
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton", reason="Triton's kernels are counted, and Triton is for Linux only")
+
+from triton.runtime.jit import JITFunction
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.sdpa_backend import SdpaPrefill
+from tramontane.workers.attention.triton_cache import cache_rows, write_rows
+from tramontane.workers.attention.triton_decode import split_k_kernels
+from tramontane.workers.device import pinned_memory
+from tramontane.workers.kernels import fused_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.triton_gemv import BLOCKS, gemv
+from tramontane.workers.model import moe
+from tramontane.workers.model.grouped_gemm import StackedExperts
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage.cuda_graphs import Compute
+from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.loader import allocate_contiguous
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+LAYERS = 2
+# Of a layer: four products, two norms, apply_rotary, the write to the cache, attention and silu_and_mul. With experts three
+# products are followed by their choice, gate_up (with silu_and_mul) and down.
+MAX_LAYER_LAUNCHES = {"dense": 10, "experts": 11}
+# Three to fill in sampled tokens, their cache rows, embedding, cos_sin, counters of attention's parts, padding, the last sum,
+# norm, product and conversion to float32.
+MAX_OTHER_LAUNCHES = 12
+MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts kernels by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.graphs: list[Counter[str]] = []
+        self._is_fused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        with self:  # which sees what the operation is made of, unless it is a kernel itself
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        is_on_device = any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs, out)))
+        name = func._schema.name.removeprefix("aten::")
+        if is_on_device and not (self._is_fused or is_view or name in MAKE_MEMORY):
+            self.launches[name] += 1
+        return out
+
+    def count_once(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that computes the same and counts as one kernel."""
+
+        def counted(*given: object) -> Any:  # noqa: ANN401
+            self.launches[name] += 1
+            self._is_fused = True
+            try:
+                return compute(*given)
+            finally:
+                self._is_fused = False
+
+        return counted
+
+    def count_triton(self, kernel: Any, *_given: object, **_options: object) -> None:  # noqa: ANN401  # Triton is untyped
+        """Take the place of ``JITFunction.run``."""
+        self.launches[f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}"] += 1
+
+    def capture(self, compute: Compute) -> Compute:
+        """Take the place of ``CudaGraphCapture``."""
+        self.launches = Counter()
+        with self:
+            compute()
+        self.graphs.append(self.launches)
+        return compute
+
+
+def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts]) -> dict[int, StackedExperts]:
+    """Take the place of ``with_gpu_kernels``, which tries and times them."""
+    return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
+
+
+def _launches(args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return the kernels in the graph of so many decodes, of a model that is one stage."""
+    counter = LaunchCounter()
+    monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
+    monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
+    plan = tiny_plan(args, 1, dtype="bfloat16").stages[0]
+    with META:
+        model = StageModel(args, plan.layers).eval().bfloat16()
+    places = allocate_contiguous(stage_tensors(args, plan.layers), torch.bfloat16, META) if args.moe else {}
+    model.load_state_dict(model.state_dict() | places, assign=True)
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.small_batch_products = ((1, "gemv", partial(gemv, block=BLOCKS[0])),)
+    compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
+    decode = next(iter(split_k_kernels(1, args.n_kv_heads).values()))
+    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows)
+    worker = StageWorker(
+        plan, model, "meta", backend=DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
+    )
+    worker.prepare()
+    assert worker.graphs is not None
+    by_rows = {rows: launches for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)}
+    return by_rows[num_decodes]
+
+
+@pytest.mark.parametrize("num_decodes", [1, 4])
+@pytest.mark.parametrize("kind", MAX_LAYER_LAUNCHES)
+def test_a_step_launches_few_kernels(kind: str, num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an improvement the limits above are to be lowered."""
+    fewer, more = (
+        _launches(tiny_args(n_layers=n, moe=kind == "experts", window=None), num_decodes, monkeypatch)
+        for n in (LAYERS, LAYERS + 1)
+    )
+    layer = more - fewer
+    others = fewer - Counter({name: LAYERS * number for name, number in layer.items()})
+    assert layer.total() <= MAX_LAYER_LAUNCHES[kind], layer
+    assert others.total() <= MAX_OTHER_LAUNCHES, others
+    assert fewer.total() == LAYERS * layer.total() + others.total()
