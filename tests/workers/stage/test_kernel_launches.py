@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.device import pinned_memory
 from tramontane.workers.kernels import fused_ops
@@ -43,9 +43,9 @@ from tramontane.workers.weights.loader import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 LAYERS = 2
-# Of a layer: four products, two norms, apply_rotary, the write to the cache, attention and silu_and_mul. With experts three
+# Of a layer: four products, two norms, the rotation with the write to the cache, attention and silu_and_mul. With experts three
 # products are followed by their choice, gate_up (with silu_and_mul) and down.
-MAX_LAYER_LAUNCHES = {"dense": 10, "experts": 11}
+MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
 # Three to fill in sampled tokens, their cache rows, embedding, cos_sin, counters of attention's parts, padding, the last sum,
 # norm, product and conversion to float32.
 MAX_OTHER_LAUNCHES = 12
@@ -106,7 +106,7 @@ class LaunchCounter(TorchDispatchMode):
         return compute
 
 
-def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts]) -> dict[int, StackedExperts]:
+def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], _dtype: torch.dtype) -> dict[int, StackedExperts]:
     """Take the place of ``with_gpu_kernels``, which tries and times them."""
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
@@ -120,14 +120,14 @@ def _launches(args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch
     plan = tiny_plan(args, 1, dtype="bfloat16").stages[0]
     with META:
         model = StageModel(args, plan.layers).eval().bfloat16()
-    places = allocate_contiguous(stage_tensors(args, plan.layers), torch.bfloat16, META) if args.moe else {}
+    places = allocate_contiguous(stage_tensors(args, plan.layers), plan.weight_format, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
     for layer in model.modules():
         if isinstance(layer, Linear):
             layer.small_batch_products = ((1, "gemv", partial(gemv, block=BLOCKS[0])),)
     compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
     decode = next(iter(split_k_kernels(1, args.n_kv_heads).values()))
-    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows)
+    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
     worker = StageWorker(
         plan, model, "meta", backend=DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
     )
