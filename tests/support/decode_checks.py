@@ -114,5 +114,5 @@ CHECKS: dict[str, Check] = {
     "decode with a head of its own for every query": partial(check_decode, 40, 16, 64, 4, (3, 3), FP32),
     "writes": partial(check_writes, False),
     "writes of what is both keys and values": partial(check_writes, True),
-    **{f"rotation of {d} numbers in {dtype}": partial(check_rotation, d, dtype) for d in (8, 20) for dtype in (FP32, BF16)},
+    **{f"rotation of {d} numbers in {dtype}": partial(check_rotation, d, dtype) for d in (8, 20, 128) for dtype in (FP32, BF16)},
 }

@@ -1,9 +1,9 @@
 """Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache rows of positions by another.
 
-Of single tokens, one kernel rotates queries and keys and writes keys and values, from the product of all three.
+A third kernel rotates the heads of single tokens and writes their keys and values.
 
-Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H heads of queries, keys and values,
-Q query heads, G key/value heads, d head_dim, S slots, R pages of a ring; e elements of a program.
+Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H query heads, G key/value heads, A heads
+of queries, keys and values side by side, d head_dim, S slots, R pages of a ring; e elements and a heads of a program.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 
 B_BLOCK = 128
+A_BLOCK = 4  # with a warp and heads of 128 a thread reads 16 bytes of a half: one token has 12 programs if it has 48 heads
 
 
 def write_rows(cached: LayerCache, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
@@ -56,55 +57,73 @@ def _write(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         tl.store(v_NGd + to, tl.load(v_TGd + token * v_stride + e, mask=e < width), mask=e < width)
 
 
-def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
-    """Compute ``AttentionKernels.rotate_and_write``."""
-    (num_tokens, num_heads, head_dim), num_keys = qkv_BHd.shape, cached.k_NGd.shape[1]
-    assert qkv_BHd.is_contiguous()
-    q_BQd = torch.empty(num_tokens, num_heads - 2 * num_keys, head_dim, dtype=qkv_BHd.dtype, device=qkv_BHd.device)
-    pointers = qkv_BHd, cos_Bd.contiguous(), sin_Bd.contiguous(), q_BQd, cached.k_NGd, cached.v_NGd, rows_B
-    sizes = num_heads - 2 * num_keys, num_keys, head_dim // 2, int(triton.next_power_of_2(head_dim // 2))
-    with torch.cuda.device_of(rows_B):  # type: ignore[no-untyped-call]  # as above
-        _rotate_and_write[(num_tokens, num_heads)](*pointers, *sizes, num_warps=1)
-    return q_BQd
+def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BAd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor:
+    """Compute ``AttentionKernels.rotate_and_write``: rotated queries [B, H, d], once keys and values are in the cache."""
+    (num_tokens, num_heads, head_dim), kv_heads = qkv_BAd.shape, cached.k_NGd.shape[1]
+    assert qkv_BAd.stride()[1:] == (head_dim, 1)
+    assert cos_Bd.is_contiguous()
+    assert sin_Bd.is_contiguous()
+    q_BHd = qkv_BAd.new_empty(num_tokens, num_heads - 2 * kv_heads, head_dim)
+    if num_tokens:
+        with torch.cuda.device_of(rows_B):  # type: ignore[no-untyped-call]  # as above
+            _rotate_and_write[num_tokens, triton.cdiv(num_heads, A_BLOCK)](
+                *(qkv_BAd, cos_Bd, sin_Bd, rows_B, q_BHd, cached.k_NGd, cached.v_NGd),
+                *(qkv_BAd.stride(0), num_heads - 2 * kv_heads, kv_heads, head_dim // 2),
+                *(int(triton.next_power_of_2(head_dim // 2)), A_BLOCK),
+                num_warps=1,
+            )
+    return q_BHd
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
-    qkv_BHd,
+    qkv_BAd,
     cos_Bd,
     sin_Bd,
-    q_BQd,
+    rows_B,
+    q_BHd,
     k_NGd,
     v_NGd,
-    rows_B,
+    stride,
     num_queries: tl.constexpr,
-    num_keys: tl.constexpr,
+    kv_heads: tl.constexpr,
     half: tl.constexpr,
     e_block: tl.constexpr,
+    a_block: tl.constexpr,
 ):
-    """Compute one head of one token, of which element i pairs with i + d/2. Of 32 + 8 + 8 heads: 35 is key head 3."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    e = tl.arange(0, e_block)
-    source = qkv_BHd + (token * (num_queries + 2 * num_keys) + head) * (2 * half) + e
-    first, second = tl.load(source, mask=e < half), tl.load(source + half, mask=e < half)
-    row = tl.load(rows_B + token)
-    if head < num_queries + num_keys:
-        cos, sin = cos_Bd + token * (2 * half) + e, sin_Bd + token * (2 * half) + e
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        low = x * tl.load(cos, mask=e < half) - y * tl.load(sin, mask=e < half)
-        high = y * tl.load(cos + half, mask=e < half) + x * tl.load(sin + half, mask=e < half)
-        if head < num_queries:
-            to = q_BQd + (token * num_queries + head) * (2 * half) + e
-            tl.store(to, low.to(first.dtype), mask=e < half)
-            tl.store(to + half, high.to(first.dtype), mask=e < half)
-        else:
-            to = k_NGd + (row * num_keys + head - num_queries) * (2 * half) + e
-            tl.store(to, low.to(first.dtype), mask=e < half)
-            tl.store(to + half, high.to(first.dtype), mask=e < half)
-    else:
-        to = v_NGd + (row * num_keys + head - num_queries - num_keys) * (2 * half) + e
-        tl.store(to, first, mask=e < half)
-        tl.store(to + half, second, mask=e < half)
+    """Compute some heads of one token, in float32: element e of a head is paired with element e + half.
+
+    With 32 query heads and 8 key/value heads, heads 32 to 39 are keys, and 40 to 47 are values, which are not rotated.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    a = tl.program_id(1) * a_block + tl.arange(0, a_block)[:, None]
+    e = tl.arange(0, e_block)[None, :]
+    is_inside = (a < num_queries + 2 * kv_heads) & (e < half)
+    heads = qkv_BAd + token * stride + a * (2 * half) + e
+    first = tl.load(heads, mask=is_inside, other=0.0)
+    second = tl.load(heads + half, mask=is_inside, other=0.0)
+    angles = token * (2 * half) + e
+    cos_first, cos_second, sin_first, sin_second = (
+        tl.load(cos_Bd + angles, mask=e < half, other=0.0).to(tl.float32),
+        tl.load(cos_Bd + angles + half, mask=e < half, other=0.0).to(tl.float32),
+        tl.load(sin_Bd + angles, mask=e < half, other=0.0).to(tl.float32),
+        tl.load(sin_Bd + angles + half, mask=e < half, other=0.0).to(tl.float32),
+    )
+    rotated_first = (first.to(tl.float32) * cos_first - second.to(tl.float32) * sin_first).to(first.dtype)
+    rotated_second = (second.to(tl.float32) * cos_second + first.to(tl.float32) * sin_second).to(first.dtype)
+    to_query = q_BHd + (token * num_queries + a) * (2 * half) + e
+    is_query = is_inside & (a < num_queries)
+    tl.store(to_query, rotated_first, mask=is_query)
+    tl.store(to_query + half, rotated_second, mask=is_query)
+    row = tl.load(rows_B + token) * kv_heads
+    to_key = k_NGd + (row + a - num_queries) * (2 * half) + e
+    is_key = is_inside & (a >= num_queries) & (a < num_queries + kv_heads)
+    tl.store(to_key, rotated_first, mask=is_key)
+    tl.store(to_key + half, rotated_second, mask=is_key)
+    to_value = v_NGd + (row + a - num_queries - kv_heads) * (2 * half) + e
+    is_value = is_inside & (a >= num_queries + kv_heads)
+    tl.store(to_value, first, mask=is_value)
+    tl.store(to_value + half, second, mask=is_value)
 
 
 def cache_rows(ring: PageRings, slots_B: Tensor, positions_B: Tensor) -> Tensor:

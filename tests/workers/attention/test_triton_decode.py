@@ -6,6 +6,7 @@ from compiled_kernels import resource_usage
 from decode_checks import CHECKS
 from interpreted_checks import run_interpreted
 
+from tramontane.workers.attention.triton_cache import A_BLOCK
 from tramontane.workers.attention.triton_decode import PARTS, VARIANTS, split_k_kernels
 
 
@@ -47,10 +48,11 @@ def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], pa
 
 
 def test_rotation_compiles_for_hopper_without_spills() -> None:
-    """32 query heads and 8 key/value heads of 128."""
-    types, constants = (*("*bf16",) * 6, "*i64"), (32, 8, 64, 64)
-    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(7), 1, 3)
+    """Of 32 query heads and 8 key/value heads of 128, which are read 16 bytes at a time."""
+    types, constants = (*("*bf16",) * 3, "*i64", *("*bf16",) * 3, "i32"), (32, 8, 64, 64, A_BLOCK)
+    usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(8), 1, 3)
     assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
