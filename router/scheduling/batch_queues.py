@@ -162,12 +162,12 @@ class DecodeQueue:
         self.num_keys += self._work_estimator.visible_keys_gained(lengths)
 
     def take_batch(
-        self, max_decodes: int, preempt: Callable[[], bool], limits: DraftLimits | None = None
+        self, max_decodes: int, preempt: Callable[[], bool], limits: DraftLimits | None = None, *, goes_ahead: bool = False
     ) -> tuple[list[Sequence], list[int], DecodeColumns]:
         """Return one token of each of the first ready sequences; fewer where a page is needed that is not free yet.
 
         ``preempt`` makes another sequence release its pages, and returns whether any are free now. Within ``limits`` drafts
-        follow; if there are any, the list has the rows of each sequence.
+        follow; if there are any, the list has the rows of each sequence. ``goes_ahead``: placeholders may be submitted.
         """
         going: list[Sequence] = []
         grown = []
@@ -177,6 +177,8 @@ class DecodeQueue:
         num_left = 0 if limits is None else limits.max_rows - min(max_decodes, len(ready))
         while ready and len(going) < max_decodes:
             sequence = ready[0]
+            if sequence.num_placeholders and not goes_ahead:
+                break
             end = num_tokens = sequence.num_known + sequence.num_placeholders
             if limits is not None:
                 drafts.append(self._draft(sequence, limits, num_left))
@@ -215,11 +217,10 @@ class DecodeQueue:
             return ()
         if sequence.speculation is None:
             sequence.speculation = SpeculationState(self._speculative, sequence.prompt_ids, partial(self._drafter, sequence))
-        num_known = sequence.num_known
         sequence.speculation.update(sequence.output_ids)
         self._num_to_index -= sequence.speculation.index(self._num_to_index)
         drafts = sequence.speculation.draft(limits.break_even, min(num_left, self._max_drafts(sequence)))
-        if drafts and not self._allocator.reserve(sequence, num_known + len(drafts), limits.num_spare):
+        if drafts and not self._allocator.reserve(sequence, sequence.num_known + len(drafts), limits.num_spare):
             return ()
         sequence.speculation.num_ahead = len(drafts)
         return drafts

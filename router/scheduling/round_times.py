@@ -19,6 +19,7 @@ SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
 COUNTDOWN = 0.5  # by which the pieces that are left become fewer with each of them: 1 makes the next ones less even
 ADJUST_EVERY = 4  # micro-batches per stage
 NUM_GAPS = 4  # between steps, of which the shortest counts
+MEASURE_AGAIN_AFTER = 512  # steps that went ahead
 
 
 @dataclass
@@ -99,6 +100,7 @@ class StepGap:
     def __init__(self) -> None:
         self._last_end = 0.0
         self._gaps_s = deque[float](maxlen=NUM_GAPS)
+        self._num_without = 0  # steps since one that has shown the gap
 
     def is_long(self, step_s: float) -> bool:
         """Return whether the stage waits for a share of the time that matters. False until ``NUM_GAPS`` have been seen."""
@@ -106,8 +108,12 @@ class StepGap:
 
     def observe(self, timing: StageTiming, *, is_alone: bool) -> None:
         """Record a step. ``is_alone``: it was submitted after the one before it had returned, and continues its decodes."""
+        self._num_without += 1
         if is_alone and self._last_end:
             self._gaps_s.append(max(timing.started_at - self._last_end, 0.0))
+            self._num_without = 0
+        elif self._num_without >= MEASURE_AGAIN_AFTER:
+            self._gaps_s.clear()
         self._last_end = timing.ended_at
 
 

@@ -70,15 +70,15 @@ class Scheduler:
     def _next_batch(self, budget: BatchBudget, state: SchedulerState) -> MicroBatch | None:
         """Return a micro-batch of this budget, or None if nothing of it can be submitted now."""
         limits = self._draft_limits(self.policy.draft_break_even(state)) if self.limits.speculative else None
-        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, limits)
-        num_left = self.limits.max_num_batched_tokens - len(decodes.seq_ids)
-        chunks = self._prefills.take_chunks(min(budget.prefill_tokens, num_left))
+        goes_ahead = self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES  # else one must yield
+        decoding, counts, decodes = self._decodes.take_batch(budget.decodes, self._preempt_last, limits, goes_ahead=goes_ahead)
+        chunks = self._prefills.take_chunks(min(budget.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes.seq_ids)))
         if not decoding and not chunks:
             return None
         if chunks:
             chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # single tokens last, next to the decodes
             age_starved([self._running.by_id[c.seq_id] for c in chunks], self._waiting, self._prefills, self._running)
-        if self.limits.async_scheduling and self._prefills.priority_limit == NUM_PRIORITIES:  # else one is to be preempted
+        if goes_ahead:
             self._decodes.add_placeholders([*decoding, *(self._running.by_id[c.seq_id] for c in chunks if c.needs_sample)])
         return self._make_batch(budget, chunks, decodes, decoding, counts)
 

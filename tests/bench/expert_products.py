@@ -38,7 +38,7 @@ def main() -> None:
     device = "cpu" if options.cpu else "cuda"
     speed = memory_bandwidth(device, copied_bytes(device))
     stack = _stack(options.experts, options.dim, options.hidden, device)
-    has_few = device == "cuda" and small_batch_kernel_works(stack)
+    has_few = device == "cuda" and small_batch_kernel_works(stack, stack.w13_E2FD.dtype)
     table = Table(
         "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
     )

@@ -123,7 +123,9 @@ def choose_product(
             return None
         found[num_rows] = name or "torch"
     small = tuple((max_rows, found[num_rows], products[found[num_rows]]) for max_rows, num_rows in ROW_CLASSES.items())
-    return ProductBySize(small, torch_grouped_linear if scale_EN is None else products[found[NUM_MANY_ROWS]])
+    if scale_EN is None:
+        return ProductBySize(small)
+    return ProductBySize(small, products[found[NUM_MANY_ROWS]], found[NUM_MANY_ROWS])
 
 
 def _fastest_product(

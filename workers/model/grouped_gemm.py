@@ -34,11 +34,13 @@ def torch_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, sc
 class ProductBySize:
     """A grouped product by the number of rows: the first that is for as many, or ``large``.
 
-    ``small``: for up to how many rows, in rising order, the name of a product, and the product.
+    ``small``: for up to how many rows, in rising order, the name of a product, and the product. ``large_name``: of ``large``, if
+    it has been chosen.
     """
 
     small: tuple[tuple[int, str, GroupedProduct], ...]
     large: GroupedProduct = torch_grouped_linear
+    large_name: str = ""
 
     def __call__(self, rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None) -> Tensor:
         """Compute x W^T, or x (W scale)^T, by each row's expert, [C, N]."""
@@ -50,7 +52,8 @@ class ProductBySize:
     @property
     def name(self) -> str:
         """The names, as ``16x128x128 to 128 rows, torch to 512 rows``."""
-        return ", ".join(f"{name} to {max_rows} rows" for max_rows, name, _ in self.small)
+        names = [f"{name} to {max_rows} rows" for max_rows, name, _ in self.small]
+        return ", ".join([*names, f"{self.large_name} for more"] if self.large_name else names)
 
 
 class StackedExperts(NamedTuple):

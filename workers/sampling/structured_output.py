@@ -162,6 +162,7 @@ class StructuredOutputManager:
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
         has_failed = isinstance(self._states[seq_id], GrammarError)  # then an end-of-sequence token means nothing
         if token_id in self._eos and seq_id not in self._ignore_eos and not has_failed:
+            self._forget(seq_id)  # as below
             return None  # the router detects it
         state = self._advance(seq_id, (token_id,))
         if isinstance(state, GrammarError):

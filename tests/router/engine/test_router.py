@@ -237,6 +237,7 @@ def test_rows_in_vain_are_no_tokens_per_second() -> None:
         while not router.scheduler.is_idle:
             await asyncio.sleep(0)
         assert [result.num_sampled for result in observed] == [1, 0]
+        assert [batch.num_sampled for batch in router.activity._batches] == [1, 0]
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task

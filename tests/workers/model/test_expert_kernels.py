@@ -216,7 +216,7 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
     monkeypatch.setattr(choose_product.__wrapped__, "__defaults__", (None, clock))
     stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32)[7]
     assert isinstance(stack.w2_product, ProductBySize)
-    assert stack.w2_product.name == "few to 64 rows, few to 128 rows, few to 512 rows"
+    assert stack.w2_product.name == "few to 64 rows, few to 128 rows, few to 512 rows, many for more"
     assert stack.w2_product.large is products["many"]
     rows_CD, ends_E = torch.randn(600, 16), uneven_ends(600, 4)
     expected = StackedExperts(
