@@ -17,18 +17,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engines import our_engine
-from engines_in_turns import EngineTurns, Work
+from engines_in_turns import GENTLEMEN, EngineTurns, Work, demo_work
 from peers import HERE
 from rich.console import Console
 from targets import Target, at_least, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.llm.inputs import PromptEncoder
 
 WITH, WITHOUT = "with", "without"
 ONE, MANY = "one stream", "64 streams"
@@ -36,17 +34,11 @@ ENDING, SHORT = "64 streams, each token may be the last", "64 streams of very sh
 
 
 def works() -> dict[str, Work]:
-    encoder = PromptEncoder(DEMO_MODEL, 2048, 1024)
-
-    def work(prompts: list[str], **sampling: Any) -> Work:  # noqa: ANN401
-        return Work([encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True})
-
-    gentlemen = [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)]
     return {
-        ONE: work(["ROMEO:"], max_tokens=512, temperature=0.0),
-        MANY: work(gentlemen, max_tokens=64, temperature=1.0, seed=2),
-        ENDING: work(gentlemen, max_tokens=256, temperature=1.0, seed=3, stop_token_ids=tuple(range(900, 910))),
-        SHORT: work(gentlemen, max_tokens=256, temperature=1.0, seed=3, stop_token_ids=tuple(range(900, 1000))),
+        ONE: demo_work(["ROMEO:"], max_tokens=512, temperature=0.0),
+        MANY: demo_work(GENTLEMEN, max_tokens=64, temperature=1.0, seed=2),
+        ENDING: demo_work(GENTLEMEN, max_tokens=256, temperature=1.0, seed=3, stop_token_ids=tuple(range(900, 910))),
+        SHORT: demo_work(GENTLEMEN, max_tokens=256, temperature=1.0, seed=3, stop_token_ids=tuple(range(900, 1000))),
     }
 
 

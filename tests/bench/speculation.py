@@ -23,13 +23,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engine_process import EngineError, EngineProcess
 from engines import our_engine, vllm_engine
-from engines_in_turns import EngineTurns, Work
+from engines_in_turns import GENTLEMEN, EngineTurns, Work, demo_work
 from peer_environments import PeerMissingError
 from peer_smollm2 import smollm2
 from peers import DTYPE, HERE
@@ -59,16 +58,10 @@ def edit_work(folder: Path) -> dict[str, Work]:
 
 
 def demo_works() -> dict[str, Work]:
-    encoder = PromptEncoder(DEMO_MODEL, 2048, 1024)
-
-    def work(prompts: list[str], **sampling: Any) -> Work:  # noqa: ANN401
-        return Work([encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True})
-
-    gentlemen = [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)]
     return {
-        REPEATING: work(["ROMEO:"], max_tokens=512, temperature=0.0),
-        RANDOM: work(["KING RICHARD III:"], max_tokens=256, temperature=1.0, seed=1),
-        MANY: work(gentlemen, max_tokens=64, temperature=1.0, seed=2),
+        REPEATING: demo_work(["ROMEO:"], max_tokens=512, temperature=0.0),
+        RANDOM: demo_work(["KING RICHARD III:"], max_tokens=256, temperature=1.0, seed=1),
+        MANY: demo_work(GENTLEMEN, max_tokens=64, temperature=1.0, seed=2),
     }
 
 

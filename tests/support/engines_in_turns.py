@@ -9,12 +9,24 @@ from engine_process import EngineProcess
 from rich.console import Console
 from rich.table import Table
 
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.llm.inputs import PromptEncoder
+
 
 class Work(NamedTuple):
     """Prompts for all engines of one model."""
 
     prompts: list[tuple[int, ...]]
     sampling: dict[str, Any]
+
+
+GENTLEMEN = [f"GENTLEMAN {number}: What news from Rome, and what of the tribunes?" for number in range(64)]
+
+
+def demo_work(prompts: list[str], **sampling: Any) -> Work:  # noqa: ANN401
+    """Return work for the demo model that no end of sequence ends."""
+    encoder = PromptEncoder(DEMO_MODEL, 2048, 1024)
+    return Work([encoder.encode(prompt, "a prompt") for prompt in prompts], sampling | {"ignore_eos": True})
 
 
 class EngineTurns:

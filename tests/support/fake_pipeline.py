@@ -1,5 +1,6 @@
 """A pipeline with a real scheduler and no stages; it checks the invariants on which stages rely."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -229,3 +230,39 @@ def new_pipeline(
         seqs, budget, 256, 1000, (EOS,), reuses_prefixes=True, speculative=speculative, async_scheduling=async_scheduling
     )
     return FakePipeline(Scheduler(cache, limits, policy))
+
+
+def some_token(seq_id: int, position: int) -> int:
+    """Return another token for every sequence and position; sometimes the last."""
+    return EOS if (31 * seq_id + position) % 41 == 0 else 3 + (256 * seq_id + position) % 997
+
+
+def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
+    tokens = [some_token(seq_id, prompt + number) for number in range(new)]
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def submit_traffic(
+    pipe: FakePipeline, rng: random.Random, priorities: tuple[int, ...], *, with_fences: bool = False
+) -> dict[int, list[int]]:
+    """Let 12 sequences arrive while micro-batches are made and answered by ``some_token``; abort some of them, and fence.
+
+    Returns the tokens that each sequence is to get which was not aborted.
+    """
+    wanted: dict[int, list[int]] = {}
+    for seq_id in range(12):
+        prompt, new = rng.randint(1, 120), rng.randint(1, 20)
+        pipe.scheduler.add(new_sequence(seq_id, prompt, new, rng.choice(priorities)))
+        wanted[seq_id] = _answer(seq_id, prompt, new)
+        for _ in range(rng.randint(0, 6)):
+            pipe.submit()
+            if pipe.in_flight and rng.random() < 0.6:
+                pipe.answer()
+        if rng.random() < 0.2:
+            aborted = rng.choice(list(wanted))
+            pipe.scheduler.abort(aborted)
+            del wanted[aborted]
+        if with_fences and rng.random() < 0.1:
+            pipe.scheduler.restart(pipe.scheduler.epoch + 1)
+            pipe.fence()
+    return wanted

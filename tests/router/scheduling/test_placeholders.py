@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequence
+from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequence, some_token, submit_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,16 +99,6 @@ def test_an_urgent_sequence_gets_the_slot_of_a_decoding_one() -> None:
     assert len(pipe.tokens_of(0)) == 100
 
 
-def _some_token(seq_id: int, position: int) -> int:
-    """Of every sequence and position another one; sometimes the last."""
-    return EOS if (31 * seq_id + position) % 41 == 0 else 3 + (256 * seq_id + position) % 997
-
-
-def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
-    tokens = [_some_token(seq_id, prompt + number) for number in range(new)]
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
@@ -133,27 +123,11 @@ def test_any_traffic(
     priorities: tuple[int, ...],
 ) -> None:
     """Arrivals, aborts, ends, fences and scarce pages: every sequence gets its own tokens, all of them, and each once."""
-    rng = random.Random(seed)
     policy: Policy = BalancedPolicy(1, budget, async_scheduling=True) if is_balanced else FixedInFlightPolicy(in_flight, budget)
     cache = new_cache(page_size, room, *windows)
     pipe = new_pipeline(cache, seqs=seqs, budget=budget, policy=policy, async_scheduling=True)
-    pipe.token_at, pipe.num_stages, pipe.gap_s = _some_token, 1, 1e-4
-    wanted: dict[int, list[int]] = {}
-    for seq_id in range(12):
-        prompt, new = rng.randint(1, 120), rng.randint(1, 20)
-        pipe.scheduler.add(new_sequence(seq_id, prompt, new, rng.choice(priorities)))
-        wanted[seq_id] = _answer(seq_id, prompt, new)
-        for _ in range(rng.randint(0, 6)):
-            pipe.submit()
-            if pipe.in_flight and rng.random() < 0.6:
-                pipe.answer()
-        if rng.random() < 0.2:
-            aborted = rng.choice(list(wanted))
-            pipe.scheduler.abort(aborted)
-            del wanted[aborted]
-        if rng.random() < 0.1:
-            pipe.scheduler.restart(pipe.scheduler.epoch + 1)
-            pipe.fence()
+    pipe.token_at, pipe.num_stages, pipe.gap_s = some_token, 1, 1e-4
+    wanted = submit_traffic(pipe, random.Random(seed), priorities, with_fences=True)
     pipe.drain()
     for seq_id, tokens in wanted.items():
         assert [event.token_id for event in pipe.tokens_of(seq_id)] == tokens

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from fake_pipeline import EOS, new_cache, new_pipeline, new_sequence
+from fake_pipeline import EOS, new_cache, new_pipeline, new_sequence, some_token, submit_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_chain import all_chunks
@@ -265,16 +265,6 @@ def test_check_integrity_sees_a_lost_page() -> None:
         pipe.scheduler.check_integrity()
 
 
-def _some_token(seq_id: int, position: int) -> int:
-    """Of every sequence and position another one; sometimes the last."""
-    return EOS if (31 * seq_id + position) % 41 == 0 else 3 + (256 * seq_id + position) % 997
-
-
-def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
-    tokens = [_some_token(seq_id, prompt + number) for number in range(new)]
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
-
-
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "even": FixedInFlightPolicy,
     "balanced": BalancedPolicy,
@@ -307,23 +297,10 @@ def test_any_traffic(
     priorities: tuple[int, ...],
 ) -> None:
     """Random arrivals, aborts and ends: every sequence gets its own tokens, all of them, or was aborted; all pages come back."""
-    rng = random.Random(seed)
     chosen = POLICIES[policy](in_flight, budget)
     pipe = new_pipeline(new_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen)
-    pipe.token_at, pipe.num_stages = _some_token, in_flight
-    wanted: dict[int, list[int]] = {}
-    for seq_id in range(12):
-        prompt, new = rng.randint(1, 120), rng.randint(1, 20)
-        pipe.scheduler.add(new_sequence(seq_id, prompt, new, rng.choice(priorities)))
-        wanted[seq_id] = _answer(seq_id, prompt, new)
-        for _ in range(rng.randint(0, 6)):
-            pipe.submit()
-            if pipe.in_flight and rng.random() < 0.6:
-                pipe.answer()
-        if rng.random() < 0.2:
-            aborted = rng.choice(list(wanted))
-            pipe.scheduler.abort(aborted)
-            del wanted[aborted]
+    pipe.token_at, pipe.num_stages = some_token, in_flight
+    wanted = submit_traffic(pipe, random.Random(seed), priorities)
     pipe.drain()
     for seq_id, tokens in wanted.items():
         events = pipe.tokens_of(seq_id)
