@@ -180,3 +180,14 @@ def test_bits_count_from_the_lowest() -> None:
     allowed = unpack_bitmasks([b"\x05\x80", b"\x00\x01"], 20)
     assert [row.nonzero()[:, 0].tolist() for row in allowed] == [[0, 2, 15], [8]]
     assert allowed.shape == (2, 20)
+
+
+@pytest.mark.parametrize("last", [(EOS,), b"s"], ids=["end of sequence", "nothing can follow"])
+def test_a_row_in_vain_after_the_end_breaks_no_grammar(last: Sequence[int], caplog: pytest.LogCaptureFixture) -> None:
+    """It was submitted before the end was known, and may have any token."""
+    constraints = _constraints()
+    _begin(constraints, DIGITS)
+    _say(constraints, *(b"12" if last == (EOS,) else b"ye"), *last)
+    assert constraints.num_sequences == 0
+    assert _say(constraints, ord("x")) == ()
+    assert not caplog.records
