@@ -1,6 +1,7 @@
 """Triton's interpreter, which runs kernels on the CPU. To be imported before Triton, in a program of its own.
 
-Its products of bfloat16 are wrong: it keeps bfloat16 as the bits of an integer and multiplies these. They are repaired here.
+Its products of bfloat16 are wrong: it keeps bfloat16 as the bits of an integer and multiplies these. They are repaired here,
+and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that.
 """
 
 import os
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-_dot = InterpreterBuilder.create_dot
+_dot, _patch_tensor = InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
 
 
 def _as_float(handle: Any) -> Any:  # noqa: ANN401 - of Triton's interpreter
@@ -23,4 +25,10 @@ def _as_float(handle: Any) -> Any:  # noqa: ANN401 - of Triton's interpreter
     return TensorHandle(bits.view(np.float32), tl.float32)
 
 
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:  # noqa: ANN401 - of Triton's interpreter
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 InterpreterBuilder.create_dot = lambda self, a, b, *rest: _dot(self, _as_float(a), _as_float(b), *rest)
+interpreter._patch_lang_tensor = _patch_lang_tensor

@@ -44,7 +44,7 @@ entered.wait()
 @pytest.mark.parametrize("method", ["synchronize", "close"])
 def test_the_thread_that_closes_is_waited_for(method: str) -> None:
     """It first waits for the GPU, and frees its own events once the other end, here one without any, is gone."""
-    environment = os.environ | {"PYTHONPATH": str(SUPPORT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, method]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
