@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 CAPABILITY = (9, 0)
-LIBRARY_CALL = re.compile(r"\bextern_kernels\.\w+\(|\btorch\.ops\.\w+\.[\w.]+\(")
+# Two launches may be of one kernel, which the code has once.
+LAUNCH = re.compile(r"^ +triton_\w+\.run\(|\bextern_kernels\.\w+\(|\btorch\.ops\.\w+\.[\w.]+\(", re.MULTILINE)
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 # Of tensors. Constants of the code, as tables for the cosine, are read by ld.global.nc.
 ACCESS = re.compile(r"\b(ld|st)\.global(?!\.nc)[.:\w]*?(?:\.v(\d))?\.[busf](\d+)\b")  # as ld.global.L1::evict_last.v4.b32
@@ -33,7 +34,7 @@ class KernelFacts:
 
     operation: str
     is_dynamic: bool  # the number of tokens
-    num_kernels: int
+    num_launches: int
     spilled: int  # bytes, in all configurations
     load_bytes: list[list[int]]  # of each load from a tensor, by configuration
     store_bytes: list[list[int]]
@@ -225,9 +226,8 @@ def _access_bytes(ptx: str, kind: str) -> list[int]:
 def _facts(name: str, num_tokens: int, is_dynamic: bool) -> KernelFacts:
     code = _code(name, num_tokens, is_dynamic)
     made = [each.asm["ptx"] for each in _compiled(code)]
-    num_kernels = len(KERNEL.findall(code)) + len(LIBRARY_CALL.findall(code))
     loads, stores = ([_access_bytes(ptx, kind) for ptx in made] for kind in ("ld", "st"))
-    return KernelFacts(name, is_dynamic, num_kernels, sum(map(_spilled, made)), loads, stores)
+    return KernelFacts(name, is_dynamic, len(LAUNCH.findall(code)), sum(map(_spilled, made)), loads, stores)
 
 
 def main() -> None:

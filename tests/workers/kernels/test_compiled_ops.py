@@ -32,9 +32,9 @@ def test_all_operations_that_are_compiled_are_seen_here(facts: dict[tuple[str, b
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["one token", "any number"])
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_each_is_one_kernel_without_spills(facts: dict[tuple[str, bool], KernelFacts], name: str, is_dynamic: bool) -> None:
+def test_each_is_one_launch_without_spills(facts: dict[tuple[str, bool], KernelFacts], name: str, is_dynamic: bool) -> None:
     found = facts[name, is_dynamic]
-    assert found.num_kernels == 1
+    assert found.num_launches == 1
     assert found.spilled == 0
 
 
