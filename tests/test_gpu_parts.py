@@ -49,7 +49,7 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
         if name == "replay" or not any(OF_ROWS in word for word in part.command)
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
-    command = ["gpu.py", "--small", "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "36000"]
+    command = ["gpu.py", "--small", "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "36000", "--commit", "abc1234"]
     monkeypatch.setattr(sys, "argv", command)
     status = gpu.main()
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -60,6 +60,7 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
     for_gpus = {"prefill", "split-k", "gemv"}  # which end at once on a CPU
     written = {name for name, part in report.items() if part["rows"]}
     assert written == {name for name, part in parts.items() if part.writes_rows} - for_gpus
+    assert {part["commit"] for part in report.values()} == {"abc1234"}
     assert (tmp_path / "out" / "log.txt").read_text().count("=====") == len(parts)
     ends = [row for row in report["channels"]["rows"] if row["what"] in ("hop", "stream")]
     assert len(ends) == 2 * 3
@@ -69,6 +70,30 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
     times = [row["step_ms"] for row in report["host"]["rows"] if row["what"] == "decode"]
     assert len(times) == 2
     assert all(each["whole"] >= each["device"] > 0 for each in times)
+
+
+def test_the_commit_of_a_checkout(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed files are marked. A copy has no commit, inside of another checkout too, and none is known without git."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(("git", *arguments), cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    (copy := tmp_path / "copy").mkdir()
+    (file := tmp_path / "file").write_text("one")
+    assert gpu.commit_of(tmp_path) is None
+    git("init")
+    git("add", "file")
+    git("-c", "user.name=name", "-c", "user.email=name@host", "commit", "-m", "One")
+    git("-c", "user.name=name", "-c", "user.email=name@host", "tag", "-m", "no name of a commit", "v1")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert gpu.commit_of(tmp_path) == commit
+    file.write_text("two")
+    assert gpu.commit_of(tmp_path) == f"{commit}-dirty"
+    assert gpu.commit_of(copy) is None
+    monkeypatch.setenv("PATH", str(copy))
+    assert gpu.commit_of(tmp_path) is None
 
 
 def test_the_groups_of_parts_are_those_of_the_rows(gpu: ModuleType) -> None:

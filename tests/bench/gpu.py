@@ -3,9 +3,10 @@
     python tests/bench/gpu.py [--out FOLDER] [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
 
 A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are in the order of their worth.
-``report.json`` in FOLDER (.bench/gpu) is written again after each: its state, seconds, rows and the end of its output;
-``log.txt`` has all output. ``gpu_report.py`` prints tables of such reports. Neither Ray nor a checkpoint is needed: weights are
-random, generated in place at the real geometry. ``--small --device cpu`` tries every part on a CPU.
+``report.json`` in FOLDER (.bench/gpu) is written again after each: its state, seconds, rows, the end of its output, and the
+commit, which ``--commit`` names where git does not know it. ``log.txt`` has all output. ``gpu_report.py`` prints tables of such
+reports. Neither Ray nor a checkpoint is needed: weights are random, generated in place at the real geometry.
+``--small --device cpu`` tries every part on a CPU.
 
 A part of which a figure misses its target, and which is right in all else, has the state "missed" and not "failed". The exit
 status is 1 unless every part is "ok".
@@ -29,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from targets import exit_status, none_of
 
 HERE = Path(__file__).parent
-OUT = HERE.parents[1] / ".bench" / "gpu"
+ROOT = HERE.parents[1]
+OUT = ROOT / ".bench" / "gpu"
 TAIL = 4000  # characters of a part's output that the report has
 MIN_SECONDS = 20  # a part with less time than this and than its limit is not started
 GPU_TESTS = (
@@ -117,12 +119,24 @@ class Report:
 def main() -> int:
     options = _options()
     flags = ["--device", options.device, *(["--small"] if options.small else [])]
-    reports = run_parts(options.parts, flags, options.budget, options.out)
+    reports = run_parts(options.parts, flags, options.budget, options.out, options.commit or commit_of(ROOT))
     return exit_status([none_of("parts that are not ok", [name for name, each in reports.items() if each.state != "ok"])])
 
 
-def run_parts(names: Sequence[str], flags: Sequence[str], budget_s: float, out: Path) -> dict[str, Report]:
-    """Run parts in their order; ``out`` has what is known after each."""
+def commit_of(root: Path) -> str | None:
+    """Return the commit of a checkout, with "-dirty" if tracked files were changed; None for copies without a history."""
+    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # not of a repository around the copy
+    with suppress(FileNotFoundError):  # git is not installed
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
+
+
+def run_parts(
+    names: Sequence[str], flags: Sequence[str], budget_s: float, out: Path, commit: str | None = None
+) -> dict[str, Report]:
+    """Run parts in their order; ``out`` has what is known after each, and of which commit."""
     out.mkdir(parents=True, exist_ok=True)
     ends_at, reports = time.monotonic() + budget_s, dict[str, Report]()
     with (out / "log.txt").open("w") as log:
@@ -132,7 +146,8 @@ def run_parts(names: Sequence[str], flags: Sequence[str], budget_s: float, out: 
                 reports[name] = Report("skipped")
             else:
                 reports[name] = run_part(PARTS[name], flags, ends_at - time.monotonic(), out, log)
-            (out / "report.json").write_text(json.dumps({n: asdict(each) for n, each in reports.items()}, indent=1))
+            known = {n: asdict(each) | {"commit": commit} for n, each in reports.items()}
+            (out / "report.json").write_text(json.dumps(known, indent=1))
             print(f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True)
     return reports
 
@@ -193,6 +208,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--commit", help="of the code, where git does not know it")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS)}")

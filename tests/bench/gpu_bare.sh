@@ -1,7 +1,7 @@
 #!/bin/sh
 # Run gpu.py where the project is not installed, such as on a machine that is lent for minutes:
 #
-#     sh tests/bench/gpu_bare.sh --out FOLDER [--budget 560] [--parts smoke,tests]
+#     sh tests/bench/gpu_bare.sh --out FOLDER [--budget 560] [--parts smoke,tests] [--commit COMMIT]
 #
 # Needs torch for CUDA, and the packages that workers import; wheels in the folder .whl are installed for this run alone.
 set -e

@@ -121,6 +121,7 @@ def _rows(size: Size, only: list[str]) -> Iterator[Row]:
 def _run_group(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     """Run one group. An exception becomes a row, so that the other groups still run."""
     began = time.perf_counter()
+    logging.getLogger(__name__).info("%s begins", name)
     try:
         yield from rows()
     except UnavailableError as error:

@@ -128,6 +128,7 @@ ANYWHERE: dict[str, Attempt] = {"prompts and decodes, dense": dense_stage, "prom
 def attempt(name: str, run: Attempt, device: torch.device) -> dict[str, object]:
     """Return the row of one attempt."""
     began = time.perf_counter()
+    print(f"{name} ...", flush=True)  # if it hangs, or compiles for longer than there is time
     try:
         with torch.inference_mode():
             found, holds = str(run(device)), True
