@@ -7,6 +7,7 @@ from fake_pipeline import EOS, FakePipeline, new_cache, new_pipeline, new_sequen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import PLACEHOLDER_TOKEN, MicroBatch, StageTiming
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
@@ -171,3 +172,21 @@ def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
         gap.observe(StageTiming(0, now, 0.010, 1), is_alone=False)
         now += 0.010
     assert not gap.is_long(0.010), "it may have become short, and is measured again"
+
+
+def test_a_sequence_whose_pages_another_row_of_its_micro_batch_needs_goes_no_further() -> None:
+    """20 pages of one token. Both decode in one micro-batch, the less urgent one first; the other then lacks a page."""
+    cache = CachePlan(1, (WindowClass(None, 256, 20),))
+    pipe = new_pipeline(cache, budget=64, in_flight=1, async_scheduling=True)
+    for seq_id, priority in enumerate((5, 0)):
+        pipe.scheduler.add(new_sequence(seq_id, 4, 16, priority))
+        _submitted(pipe)
+        pipe.answer()
+    while not pipe.scheduler.num_preempted:
+        batch = _submitted(pipe)
+        pipe.answer()
+    assert batch.decodes.seq_ids == (0,), "it was preempted when it had its place"
+    assert _submitted(pipe).decodes.seq_ids == (1,)
+    pipe.drain()
+    assert [len(pipe.tokens_of(seq_id)) for seq_id in (0, 1)] == [16, 16]
+    pipe.scheduler.check_integrity()
