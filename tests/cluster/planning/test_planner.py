@@ -657,6 +657,15 @@ def test_one_stage_is_scheduled_asynchronously_unless_that_is_impossible(setting
     assert getattr(scheduler.policy, "_async_scheduling", False) == is_async
 
 
+def test_a_stage_with_expert_actors_is_not_scheduled_asynchronously() -> None:
+    """Its step begins before the one before it has sampled."""
+    config = EngineConfig(stages=1, expert_actors=1)
+    plan = plan_pipeline(config, PRESETS["mixtral-8x7b"], Hardware(node_cpus=(8,), node_memory=(200 * GIB,)))
+    assert plan.experts
+    assert config.async_scheduling
+    assert not make_scheduler(config, plan).limits.async_scheduling
+
+
 def test_a_scheduler_drafts_as_configured_and_rings_have_room_for_it() -> None:
     config = EngineConfig.build(None, {"speculative_config": '{"num_speculative_tokens": 17}'})
     here = Hardware(node_cpus=(8,), node_memory=(80 * GIB,))

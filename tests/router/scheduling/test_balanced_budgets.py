@@ -201,6 +201,17 @@ def test_a_round_keeps_the_target_for_the_time_between_tokens(target_ms: float, 
     assert policy.choose_budget(_decoding(35, pending_tokens=400, waiting_tokens=1)) == BatchBudget(7, size)
 
 
+@pytest.mark.parametrize(("target_ms", "size"), [(25, 200), (24, 175), (20, 150), (9, 25)])
+def test_a_round_of_asynchronous_scheduling_is_one_step(target_ms: float, size: int) -> None:
+    """32 decodes and 200 prompt tokens take 24.2 ms, 175 take 21.7, 150 take 19.2, 50 take 9.2 and 25 take 6.7 ms.
+
+    Two micro-batches are in flight, but every sequence has a token in each.
+    """
+    policy = _trained(BalancedPolicy(1, MAX_TOKENS, itl_target_s=target_ms * 1e-3, async_scheduling=True), num_stages=1)
+    assert policy.max_in_flight > 1
+    assert policy.choose_budget(_decoding(32, pending_tokens=200)) == BatchBudget(32, size)
+
+
 def test_what_a_prompt_token_sees_counts() -> None:
     """A key takes 1 us. 200 tokens after 1000 others, at once: 1000 * 200 + 20,100 keys, 220.1 ms and 21 ms in each stage."""
     policy = _trained(BalancedPolicy(STAGES, MAX_TOKENS), prefill_key_s=1e-6)
