@@ -349,7 +349,7 @@ def _gpu_channels(_bench: Any, wrong: int = 0, exit_code: int = 0) -> Patches:  
 
 
 def _gpu_stages(_bench: Any, shared: float = 0.8) -> Patches:  # noqa: ANN401
-    return {"tokens_per_s": lambda _size, num_stages: 1.0 if num_stages == 1 else shared}
+    return {"tokens_per_s": lambda _size, num_stages, *_groups: [1.0] if num_stages == 1 else [shared, 0.1]}
 
 
 def _gpu_rows(bench: Any, checked: float = 0.019, share: float = 0.75, error: int = 0) -> Patches:  # noqa: ANN401
