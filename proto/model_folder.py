@@ -106,8 +106,9 @@ def resolve_model_args(model: Path) -> ModelArgs:
         return PRESETS[str(model)]
     if not model.exists() and len(model.parts) == 1:
         raise CheckpointError(
-            f"{model} is neither a folder nor a published geometry"
-            f"{did_you_mean(str(model).lower(), PRESETS)}; there are {', '.join(PRESETS)}"
+            f"model folder {model} does not exist, and no published geometry has this name"
+            f"{did_you_mean(str(model).lower(), PRESETS)}; --model takes a downloaded checkpoint's folder, "
+            "or a name that tramontane plan --help lists"
         )
     return read_model_args(model)
 

@@ -301,8 +301,9 @@ def test_numbers_that_can_only_be_slips_are_named(
 
 
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"llama is neither a folder nor a published geometry.*; there are mistral-7b"):
+    with pytest.raises(CheckpointError, match=r"^model folder llama does not exist, and no published geometry has") as refused:
         plan("llama", "24GiB")
+    assert str(refused.value).endswith("a downloaded checkpoint's folder, or a name that tramontane plan --help lists")
 
 
 @pytest.mark.parametrize("model", ["a-b/C_7.1", "./models/mistral", "../C", "/a/C", "a/b/c", "a/"])
