@@ -6,6 +6,7 @@ Layers are divided so that the slowest stage is as fast as possible and no stage
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 
 from tramontane.cluster.config.measurements import StageTime
@@ -151,10 +152,10 @@ class _StageFootprint:
         self._args, self._request = args, request
         lengths = request.page_size, request.max_model_len, request.num_drafts
         self.rings = {w: ring_pages(w, *lengths) for w in args.window_classes}
-        layers = [tuple(layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in range(args.n_layers)]
+        layers = _layer_bytes(args, self._format, request.panel_rows, request.experts_inside)
         head = tuple(head_tensors(args))
-        self._weights = [0, *accumulate(self._num_bytes(*specs) for specs in layers)]
-        self._padding = [0, *accumulate(self._num_padding_bytes(*specs) for specs in layers)]
+        self._weights = [0, *accumulate(num_bytes for num_bytes, _ in layers)]
+        self._padding = [0, *accumulate(num_padding for _, num_padding in layers)]
         page_bytes = (kv_bytes_per_position(args, request.dtype, n) * request.page_size for n in range(args.n_layers))
         pages = (self.rings[window] for window in args.windows)
         self._one_sequence: list[int] = [0, *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True))]
@@ -188,6 +189,17 @@ class _StageFootprint:
 
     def _num_padding_bytes(self, *specs: TensorSpec) -> int:
         return sum(spec.padding_bytes(self._format, self._request.panel_rows) for spec in specs)
+
+
+@lru_cache(maxsize=8)  # the search for a plan that fits asks for the same model again and again
+def _layer_bytes(args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool) -> list[tuple[int, int]]:
+    """Return the bytes of each layer's weights, and of what fills up their last panels."""
+    sizes = []
+    for layer in range(args.n_layers):
+        specs = tuple(layer_tensors(args, layer, with_experts=has_experts))
+        num_padding = sum(spec.padding_bytes(layout, panel_rows) for spec in specs)
+        sizes.append((sum(spec.num_bytes(layout) for spec in specs), num_padding))
+    return sizes
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:

@@ -22,6 +22,7 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.console.run_summary import cache_note
 from tramontane.cluster.pipeline.engine import make_scheduler
+from tramontane.cluster.planning import planner
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import replan
 from tramontane.cluster.planning.hardware import Gpu, Hardware, probe_local
@@ -42,7 +43,7 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.quantize import quantize_linears
 from tramontane.workers.weights.tensor_spec import TensorSpec
-from tramontane.workers.weights.tensor_specs import stage_tensors
+from tramontane.workers.weights.tensor_specs import layer_tensors, stage_tensors
 
 repeatable = settings(derandomize=True, deadline=None)
 
@@ -233,6 +234,19 @@ def test_weights_that_are_published_in_fp8_are_not_to_be_quantized_once_more() -
     assert not is_feasible(args, scarce)
     assert "--quantize" not in suggest_fixes(args, scarce)
     assert suggest_fixes(replace(args, quantization=None), scarce).endswith("--quantize int8")
+
+
+def test_a_refused_plan_looks_at_the_tensors_of_a_layer_once_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, seen = replace(PRESETS["mixtral-8x22b"], rope_theta=12345.0), []  # a model that nothing has planned
+
+    def record(args: ModelArgs, layer: int, *, with_experts: bool = True) -> Iterable[TensorSpec]:
+        seen.append(layer)
+        return layer_tensors(args, layer, with_experts=with_experts)
+
+    monkeypatch.setattr(planner, "layer_tensors", record)
+    scarce = PlanRequest((StageBudget(24 * GIB),) * 4, "bfloat16", 32768, 64, 16)
+    assert "or 4 GPUs of" in suggest_fixes(args, scarce)
+    assert sorted(seen) == sorted([*range(args.n_layers)] * 2), "bfloat16 and int8"
 
 
 def test_a_plan_says_who_holds_what() -> None:
