@@ -21,6 +21,8 @@ from tramontane.cluster.console.examples import epilog
 from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, did_you_mean
 
+OFF = "--no-"  # beginning of options that turn something off
+
 # What each command is for. The command make-random is the function make_random of the module make_random;
 # MODULES has the commands whose module has another name.
 COMMANDS = MappingProxyType(
@@ -160,17 +162,23 @@ def _usage_error(error: typer.TyperException) -> str:
         return describe_wrong_value(error.param.get_error_hint().replace("'", ""), problem)
     message = error.format_message()
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's class of unknown options is private
-        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, _shown_options(error))}"
+        message = f"No such option: {error.option_name}{did_you_mean(error.option_name, _similar_options(error))}"
     context = getattr(error, "ctx", None)
     if context is None or type(error) is typer.BadParameter:
         return message
     return f"{message.rstrip('.')}; see {context.command_path} --help"
 
 
-def _shown_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class of unknown options is private
-    """Return those similar options that the help of the command shows."""
-    hidden = {name for option in error.ctx.command.params if option.hidden for name in (*option.opts, *option.secondary_opts)}
-    return [name for name in error.possibilities or () if name not in hidden]
+def _similar_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class of unknown options is private
+    """Return the similar options that the help shows; for one that turns something off all those that do, and no others.
+
+    ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``, which is the opposite.
+    """
+    shown = [option for option in error.ctx.command.params if not option.hidden]
+    names = [name for option in shown for name in (*option.opts, *option.secondary_opts)]
+    if error.option_name.startswith(OFF):
+        return [name for name in names if name.startswith(OFF)]
+    return [name for name in names if name in (error.possibilities or ())]
 
 
 def _discard_output() -> None:
