@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
 from tramontane.cluster.config.key import (
     KeyGroup,
+    PageSize,
     PositiveInt,
     PositiveSeconds,
     SmallInt,
@@ -80,7 +81,7 @@ class PipelineKeys(KeyGroup):
         defines_pipeline=True,
     )
     max_model_len: PositiveInt | None = key(None, "Positions per sequence.", unset="the checkpoint's", defines_pipeline=True)
-    page_size: PositiveInt = key(16, "Positions per cache page.", defines_pipeline=True)
+    page_size: PageSize = key(16, "Positions per cache page, at most 1024.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(
         None, "Bytes of the page pool per stage, such as 512MiB.", unset="planned", metavar="SIZE", defines_pipeline=True
     )

@@ -17,6 +17,7 @@ PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", r
 # Larger numbers are mistakes: what is allocated in advance has to stay small.
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
 SmallInt = Annotated[int, Field(ge=1, le=2**14)]
+PageSize = Annotated[int, Field(ge=1, le=2**10)]  # a sequence wastes half a page, and only full pages are found again
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Text = Annotated[str, Field(min_length=1)]

@@ -69,6 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--seed", "x"], ["--seed is 'x'; it must be a whole number"]),
         (["--stages", "0"], ["--stages is 0; it must be at least 1"]),
         (["--stages", "16385"], ["--stages is 16385; it must be at most 16384"]),
+        (["--page-size", "7000"], ["--page-size is 7000; it must be at most 1024"]),
         (["--step-timeout", "0"], ["--step-timeout is 0.0; it must be above 0"]),
         (["--stages=-2"], ["--stages", "-2"]),
         (["--stages", "two"], ["--stages is 'two'; it must be a whole number"]),
@@ -148,6 +149,15 @@ def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
         (["chat", "hello"], "Got unexpected extra argument(s) (hello); see tramontane chat --help"),
         (["serve", "--locale"], "No such option: --locale; did you mean --log-level?; see tramontane serve --help"),
         (["serve", "--no-locale"], "No such option: --no-locale; see tramontane serve --help"),
+        (
+            ["serve", "--no-prefix-caching"],
+            "No such option: --no-prefix-caching; did you mean --no-enable-prefix-caching?; see tramontane serve --help",
+        ),
+        (["serve", "--no-quantize"], "No such option: --no-quantize; see tramontane serve --help"),
+        (
+            ["serve", "--prefix-caching"],
+            "No such option: --prefix-caching; did you mean --enable-prefix-caching?; see tramontane serve --help",
+        ),
         (["drain", "--local"], "No such option: --local; see tramontane drain --help"),
         (["plan", "--model"], "Option '--model' requires an argument."),
     ],
@@ -467,7 +477,12 @@ def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
     ("arguments", "stdin", "expected"),
     [
         (["--max-tokens", "0", "The"], b"", "--max-tokens is 0; it must be at least 1"),
-        (["--model", "nowhere", "The"], b"", "nowhere is neither a folder nor a published geometry"),
+        (
+            ["--model", "nowhere", "The"],
+            b"",
+            "model folder nowhere does not exist, and no published geometry has this name; --model",
+        ),
+        (["--model", "./mixtral-8x7", "The"], b"", "model folder mixtral-8x7 does not exist, and no published geometry has"),
         ([], b"", "there is no prompt"),
     ],
 )
