@@ -71,6 +71,7 @@ class ChatReply:
     text: str = ""
     thought: str | None = None
     num_tokens: int = 0
+    num_cached: int = 0  # tokens of the prompt
     finish: FinishReason = FinishReason.ABORT
 
 
@@ -186,6 +187,7 @@ class _Chat:
             async for batch in batches:
                 answer.finish = batch.events[-1].finish or answer.finish
                 answer.num_tokens += len(batch.events)
+                answer.num_cached += batch.num_cached
                 for event in batch.events:
                     self._show(reader.push(event.token_id), answer)
                 if batch.events[-1].finish:
@@ -225,6 +227,7 @@ def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
             **({} if answer.thought is None else {"reasoning": answer.thought}),
             "finish_reason": answer.finish.value,
             "prompt_tokens": len(prompt_ids),
+            "cached_tokens": answer.num_cached,
             "completion_tokens": answer.num_tokens,
         }
     )

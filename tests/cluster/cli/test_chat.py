@@ -203,8 +203,15 @@ def test_a_message_may_begin_with_a_slash(chat: Chat, line: str) -> None:
 def test_reset_forgets_what_was_said(chat: Chat) -> None:
     _, out, _ = chat("The", "/reset", "The", "The", flags=("--json",))
     first, again, third = _answers(out)
-    assert first == again
+    assert again == first | {"cached_tokens": again["cached_tokens"]}
     assert third["prompt_tokens"] > first["prompt_tokens"]
+
+
+def test_json_says_how_many_tokens_were_cached(chat: Chat) -> None:
+    answers = _answers(chat("The quick brown fox jumps", "/reset", "The quick brown fox jumps", flags=("--json",))[1])
+    whole_pages = (answers[0]["prompt_tokens"] - 1) // 16 * 16
+    assert whole_pages > 0
+    assert [answer["cached_tokens"] for answer in answers] == [0, whole_pages]
 
 
 def test_a_long_conversation_continues_and_reports_what_it_forgets(chat: Chat) -> None:
