@@ -11,6 +11,7 @@ MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a roun
 MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
 TRIAL_ROUNDS = 3  # rounds of one trial
 RETRY_ROUNDS = 128  # rounds until a spread is tried again; doubled each time that it has not become the best
+MAX_UNMEASURED = 64  # micro-batches with prompts or drafts after which a trial is given up
 SMOOTHING = 0.3  # weight of the newest correction
 
 MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
@@ -42,6 +43,7 @@ class SpreadTuner:
     def __init__(self) -> None:
         self._known: dict[int, _SpreadStats] = {}
         self._trial: tuple[int, int] | None = None  # the spread on trial, and the micro-batches left of it
+        self._num_unmeasured = 0  # micro-batches of the trial
         self._span: tuple[int, int, float, float] | None = None  # spread, micro-batches, measured and predicted seconds so far
         self._last_end = 0.0
 
@@ -57,12 +59,15 @@ class SpreadTuner:
             return best
         chosen = self._stats(due[0])
         chosen.retry_rounds *= 2 if chosen.is_tried else 1
+        self._num_unmeasured = 0
         self._trial = due[0], TRIAL_ROUNDS * due[0] + best  # micro-batches of the previous spread are still in flight
         return due[0]
 
     def observe(self, spread: int, predicted_round_s: float, ended_at: float) -> None:
-        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one that had prompts."""
+        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one that had prompts or drafts."""
         elapsed, self._last_end = ended_at - self._last_end, ended_at
+        if self._trial is not None and not spread:
+            self._count_unmeasured(self._stats(self._trial[0]))
         if self._span is None or self._span[0] != spread or not spread:
             self._span = (spread, 0, 0.0, 0.0) if spread else None
             return
@@ -74,6 +79,11 @@ class SpreadTuner:
             self._learn(spread, self._span[2] / max(self._span[3], 1e-9))
             self._span = spread, 0, 0.0, 0.0
 
+    def _count_unmeasured(self, on_trial: _SpreadStats) -> None:
+        self._num_unmeasured += 1
+        if self._num_unmeasured >= MAX_UNMEASURED:
+            self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
+
     def _learn(self, spread: int, ratio: float) -> None:
         stats = self._stats(spread)
         stats.ratio = stats.ratio + SMOOTHING * (ratio - stats.ratio) if stats.is_tried else ratio
@@ -82,7 +92,7 @@ class SpreadTuner:
         stats.is_tried, stats.rounds_left = True, stats.retry_rounds
 
     def _is_due(self, spread: int) -> bool:
-        return not self._stats(spread).is_tried or self._stats(spread).rounds_left <= 0
+        return self._stats(spread).rounds_left <= 0
 
     def _stats(self, spread: int) -> _SpreadStats:
         return self._known.setdefault(spread, _SpreadStats())
