@@ -72,7 +72,9 @@ PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "Pages of the rolli
 PAGES_CACHED = _gauge(
     "kv_cache_pages_cached", "pages", "pipeline window", "Pages that no sequence holds, and whose contents are kept for reuse."
 )
-PREFIX_QUERIES = _counter("prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began.")
+PREFIX_QUERIES = _counter(
+    "prefix_cache_queries", "tokens", "pipeline", "Tokens of the sequences that began, if they were looked up among cached ones."
+)
 PREFIX_HITS = _counter("prefix_cache_hits", "tokens", "pipeline", "Tokens of these that were cached, and not computed.")
 SPEC_DRAFTS = _counter(
     "spec_decode_num_drafts", "drafts", "pipeline", "Drafts, of one token or several, that sequences had in micro-batches."

@@ -30,7 +30,7 @@ class PageAllocator:
         self.cached_keys = CachedKeyLog(len(cache.classes))
         self._pools = [PagePool(c.num_pages, self.cached_keys) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
-        self.num_queried = self.num_hit = 0  # tokens of sequences that have begun, and those of them that were cached
+        self.num_queried = self.num_hit = 0  # tokens that were looked up, and those of them that were cached
         self._reserved = [0] * len(cache.classes)
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
 
@@ -129,7 +129,7 @@ class PageAllocator:
         """
         assert not sequence.is_started
         assert not sequence.num_dispatched
-        if not (self._reuses_prefixes and sequence.can_skip_prefix):
+        if not self._looks_up(sequence):
             return
         found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
         num_blocks = reusable_blocks(self.cache, found)
@@ -145,9 +145,12 @@ class PageAllocator:
         sequence.num_registered = num_blocks
 
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
-        """Count a sequence that begins after so many cached tokens."""
-        self.num_queried += sequence.num_known
+        """Count a sequence that begins after so many cached tokens, if they were looked up."""
+        self.num_queried += sequence.num_known if self._looks_up(sequence) else 0
         self.num_hit += num_cached
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        return self._reuses_prefixes and sequence.can_skip_prefix
 
     def release(self, sequence: Sequence) -> None:
         """Give back all pages and reservations; only when no micro-batch in flight can still touch the pages."""

@@ -214,3 +214,22 @@ def test_a_page_without_holders_is_taken_before_one_with_known_contents() -> Non
     assert sum(pipe.scheduler.allocator.num_cached) > cached
     _run(pipe, _sequence(2, (*TEXTS[0][:64], 5)), _sequence(3, (*TEXTS[1][:64], 5)))
     assert pipe.num_reused == 128
+
+
+def test_tokens_of_sequences_whose_prefix_is_looked_up_are_counted() -> None:
+    """Log-probabilities of a prompt need all of it to be computed."""
+    pipe = new_pipeline(new_cache(8, 4, None), seqs=5, budget=200, in_flight=1)
+    allocator = pipe.scheduler.allocator
+    _run(pipe, _sequence(0, TEXTS[0]))
+    assert (allocator.num_queried, allocator.num_hit) == (150, 0)
+    _run(pipe, _sequence(1, TEXTS[0], SAMPLINGS[2]))
+    assert (allocator.num_queried, allocator.num_hit) == (150, 0)
+    _run(pipe, _sequence(2, TEXTS[0]))
+    assert (allocator.num_queried, allocator.num_hit) == (300, 144)
+
+
+def test_a_scheduler_that_keeps_no_prefixes_counts_no_tokens() -> None:
+    pipe = new_pipeline(new_cache(8, 4, None), seqs=5, budget=200, in_flight=1)
+    pipe.scheduler.allocator._reuses_prefixes = False
+    _run(pipe, _sequence(0, TEXTS[0]))
+    assert pipe.scheduler.allocator.num_queried == 0
