@@ -1,5 +1,6 @@
 """Chat requests: OpenAI's fields, and those of vLLM and Mistral. Other fields are refused."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -227,13 +228,11 @@ class ChatRequest(SamplingFields):
     @property
     def continues_message(self) -> bool:
         """Whether the answer continues the last message instead of being one of its own."""
-        last = self.messages[-1]
-        return self.continue_final_message or (isinstance(last, AssistantMessage) and last.prefix)
+        return continues_last(self.messages, continue_final=self.continue_final_message)
 
     def conversation(self) -> list[ChatMessage]:
         """Return the messages as chat templates take them."""
-        messages = [message.message() for message in self.messages]
-        return [*messages[:-1], replace(messages[-1], is_prefix=True)] if self.continues_message else messages
+        return conversation(self.messages, continue_final=self.continue_final_message)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -241,15 +240,36 @@ class ChatRequest(SamplingFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-def _check_continuation(request: ChatRequest) -> None:
-    """Raise ParameterError unless an answer follows the messages, or continues the last one of them."""
-    for index, message in enumerate(request.messages[:-1]):
+def continues_last(messages: Sequence[Message], *, continue_final: bool) -> bool:
+    """Return whether the answer continues the last message: by ``continue_final_message``, or because it is a prefix."""
+    return continue_final or (isinstance(messages[-1], AssistantMessage) and messages[-1].prefix)
+
+
+def conversation(messages: Sequence[Message], *, continue_final: bool) -> list[ChatMessage]:
+    """Return the messages as chat templates take them."""
+    made = [message.message() for message in messages]
+    return [*made[:-1], replace(made[-1], is_prefix=continues_last(messages, continue_final=continue_final))]
+
+
+def check_continuation(messages: Sequence[Message], *, continue_final: bool, opens_answer: bool | None) -> None:
+    """Raise ParameterError unless an answer follows the messages, or continues the last one of them.
+
+    ``opens_answer``: ``add_generation_prompt``, which may be given and has to be right then.
+    """
+    for index, message in enumerate(messages[:-1]):
         if isinstance(message, AssistantMessage) and message.prefix:
             raise ParameterError("prefix is for the last message, which the answer continues", f"messages[{index}].prefix")
-    if request.continue_final_message and not isinstance(request.messages[-1], AssistantMessage):
+    if continue_final and not isinstance(messages[-1], AssistantMessage):
         raise ParameterError(
             "continue_final_message is for messages that end with one of the assistant", "continue_final_message"
         )
+    continues = continues_last(messages, continue_final=continue_final)
+    if opens_answer is continues:
+        given, is_needed = str(opens_answer).lower(), "false" if continues else "true"
+        raise ParameterError(f"add_generation_prompt is {given}; this conversation needs {is_needed}", "add_generation_prompt")
+
+
+def _check_prefix(request: ChatRequest) -> None:
     if request.echoed_prefix and (constraint := answer_constraint(request)) is not None:
         name = constraint.where if isinstance(constraint, Constraint) else "response_format"
         raise ParameterError(
@@ -257,16 +277,16 @@ def _check_continuation(request: ChatRequest) -> None:
             "the message without repeating it",
             f"messages[{len(request.messages) - 1}].prefix",
         )
-    if request.add_generation_prompt is not None and request.add_generation_prompt is request.continues_message:
-        given, is_needed = str(request.add_generation_prompt).lower(), "false" if request.continues_message else "true"
-        raise ParameterError(f"add_generation_prompt is {given}; this conversation needs {is_needed}", "add_generation_prompt")
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(ChatRequest, body)
     request.check_combinations()
-    _check_continuation(request)
+    check_continuation(
+        request.messages, continue_final=request.continue_final_message, opens_answer=request.add_generation_prompt
+    )
+    _check_prefix(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:

@@ -8,13 +8,13 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.openai.body_bounds import MAX_ITEMS, check_elements
-from tramontane.router.openai.chat_request import Messages, Tools
+from tramontane.router.openai.chat_request import Messages, Tools, check_continuation, conversation
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.responses import Answer
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel, offload_if_large
 from tramontane.router.structured.grammar import NO_TOOLS, Tool
-from tramontane.router.structured.request_model import RequestModel
+from tramontane.router.structured.request_model import RequestModel, default_if_null
 from tramontane.router.tokenization.chat import VARIABLES, ChatMessage, ChatTemplate, ReasoningEffort, message_texts
 from tramontane.router.tokenization.template_variables import TemplateVariables
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -23,12 +23,12 @@ PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
     {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
     {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
 ]
-OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES)  # what a text has not
+OF_MESSAGES = ("tools", "reasoning_effort", VARIABLES, "continue_final_message")  # what a text has not
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
 class TokenizeRequest(RequestModel):
-    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers."""
+    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers or continues."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": PROMPT_OR_MESSAGES})
 
@@ -39,7 +39,8 @@ class TokenizeRequest(RequestModel):
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: Literal[True] | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, default_if_null(False)] = False
 
 
 class DetokenizeRequest(RequestModel):
@@ -69,11 +70,15 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
     if request.messages is not None:
-        messages, variables = [message.message() for message in request.messages], request.chat_template_kwargs
+        continue_final, variables = request.continue_final_message, request.chat_template_kwargs
+        check_continuation(request.messages, continue_final=continue_final, opens_answer=request.add_generation_prompt)
+        messages = conversation(request.messages, continue_final=continue_final)
         ids = await encode_chat(model, chat, messages, request.tools or (), variables, request.reasoning_effort)
     else:
         if given := next((name for name in OF_MESSAGES if getattr(request, name)), None):
             raise ParameterError(f"{given} is for messages, not for a prompt; leave it out", given)
+        if request.add_generation_prompt is False:
+            raise ParameterError("add_generation_prompt is for messages, not for a prompt; leave it out", "add_generation_prompt")
         ids = await _encode_text(model, request.prompt or "")
     if len(ids) > MAX_ITEMS:  # the answer is one piece of JSON
         raise ParameterError(f"these are {len(ids)} tokens; one request may have at most {MAX_ITEMS}", _given(request))

@@ -105,6 +105,34 @@ def test_a_final_message_is_continued_and_not_repeated() -> None:
     assert Answered(CHAT, {"messages": messages}).status == 400
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}, {"prefix": True}],
+)
+def test_the_tokens_of_a_conversation_that_is_continued_are_those_of_its_chat(fields: dict[str, Any]) -> None:
+    last = {"role": "assistant", "content": "Good "} | {name: fields[name] for name in fields if name == "prefix"}
+    body = {"messages": [*HELLO["messages"], last]} | {name: fields[name] for name in fields if name != "prefix"}
+    counted = Answered("/tokenize", body)
+    assert counted.status == 200, counted.text
+    chat = Answered(CHAT, body, ScriptedSource(SAYS[1:]))
+    assert json.loads(counted.text)["tokens"] == list(chat.source.requested[0][0].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        (HELLO | {"continue_final_message": True}, "continue_final_message"),
+        (HELLO | {"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}, *HELLO["messages"]]}, "messages[0].prefix"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_continued_is_not_tokenized(fields: dict[str, Any], parameter: str) -> None:
+    refused = Answered("/tokenize", fields)
+    assert (refused.status, json.loads(refused.text)["error"]["param"]) == (400, parameter)
+
+
 def _mistral_request(messages: list[dict[str, Any]]) -> Any:  # noqa: ANN401
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
 

@@ -95,7 +95,7 @@ REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
     TokenizeRequest: {
         **{"model": "m", "prompt": "a", "messages": MESSAGES, "tools": [TOOL]},
         **{"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}},
-        **{"add_special_tokens": True, "add_generation_prompt": True},
+        **{"add_special_tokens": True, "add_generation_prompt": True, "continue_final_message": True},
     },
     DetokenizeRequest: {"model": "m", "tokens": [1]},
     FimRequest: SAMPLING | {"prompt": "a", "suffix": "b", "max_tokens": 5},
