@@ -97,7 +97,9 @@ async def run_generate(
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
         seconds = ready_at - started_at, run.first_token_at - started_at
-        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds, engine.router.fingerprint)
+        counts = engine.router.scheduler.draft_counts
+        drafts = (counts.num_draft_tokens, counts.num_accepted_tokens) if config.speculative_config else None
+        return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds, engine.router.fingerprint, drafts)
 
 
 class _GenerateRun:

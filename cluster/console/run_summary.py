@@ -40,6 +40,7 @@ class GenerateResult:
     ready_after_s: float
     first_token_after_s: float
     fingerprint: str = ""  # of the pipeline; "" if it is not known
+    drafts: tuple[int, int] | None = None  # tokens that were drafted, and accepted; None without speculation
 
 
 def render_summary(outcome: GenerateResult) -> Group:
@@ -108,10 +109,11 @@ def experts_as_data(plan: PipelinePlan, usage: UsageMeter) -> dict[str, Any]:
 
 
 def _pipeline_line(outcome: GenerateResult) -> str:
-    usage = outcome.usage
+    usage, drafts = outcome.usage, outcome.drafts
+    accepted = f"\n{drafts[1]} of {drafts[0]} drafted tokens were accepted" if drafts else ""
     return (
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
-        f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
+        f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s{accepted}"
     )
 
 
@@ -147,4 +149,5 @@ def as_json(outcome: GenerateResult) -> str:
             "system_fingerprint": outcome.fingerprint or None,
         }
         | experts_as_data(outcome.plan, usage)
+        | ({"draft_tokens": outcome.drafts[0], "accepted_tokens": outcome.drafts[1]} if outcome.drafts else {})
     )

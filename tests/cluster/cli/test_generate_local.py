@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from tramontane.cluster.cli import generate as generate_command
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.console import prompts
 from tramontane.cluster.console.display import STRIP_CONTROL, Display
 from tramontane.cluster.console.token_colors import TokenColors
@@ -137,6 +138,17 @@ def test_prompts_may_be_lines_of_standard_input(generate: Generate) -> None:
 
 def test_blank_lines_of_standard_input_are_skipped(generate: Generate) -> None:
     assert generate(stdin="\n\nThe\r\n \t\nIt\n\n").out == generate("The", "It").out
+
+
+def test_the_summary_has_the_drafts_that_were_accepted(generate: Generate) -> None:
+    """Of an answer that repeats itself."""
+    speculation = ("--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}')
+    asked = ("--model", str(DEMO_MODEL), "--max-tokens", "48", "--temperature", "0", "ROMEO: my love, my love, my love, my")
+    run = generate("--json", *speculation, *asked)
+    num_drafted, num_accepted = run.json["draft_tokens"], run.json["accepted_tokens"]
+    assert num_drafted >= num_accepted > 0
+    assert f"{num_accepted} of {num_drafted} drafted tokens were accepted" in generate(*speculation, *asked).err
+    assert "drafted" not in generate(*asked).err
 
 
 def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
