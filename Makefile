@@ -24,8 +24,9 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 # Tests that only compute have all cores first; those with Ray mostly wait, so two lanes of them run at once, and the output
-# of the second is shown when it ends. Ray's processes start too slowly beside tests that compute.
-PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
+# of the second is shown when it ends. Ray's processes start too slowly beside tests that compute. Python keeps what it has
+# compiled, also where the environment says otherwise: the lanes start hundreds of processes.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline check
 test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray

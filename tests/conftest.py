@@ -4,6 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let a second run of tests starve the workers
@@ -14,6 +15,7 @@ import pytest
 import reference
 import torch
 from hypothesis import HealthCheck, settings
+from lane_marks import NEEDED_MARKS, names_mark
 from process_exit import exit_process
 
 try:
@@ -60,6 +62,25 @@ def _own_logging() -> Iterator[None]:
     yield
     for each, (handlers, level, propagates) in zip(loggers, before, strict=True):
         each.handlers[:], each.level, each.propagate = handlers, level, propagates
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without the mark that a lane wants: to import them all would take it longer than some of its tests."""
+    mark = NEEDED_MARKS.get(config.option.markexpr)
+    return True if mark and collection_path.suffix == ".py" and not names_mark(collection_path, mark) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a mark that a file gets without naming it, also in lanes without the mark: no other lane would run that test."""
+    for mark in set(NEEDED_MARKS.values()):
+        unnamed = {
+            str(path) for path in {item.path for item in items if item.get_closest_marker(mark)} if not names_mark(path, mark)
+        }
+        if unnamed:
+            raise pytest.UsageError(
+                f"tests have the mark pytest.mark.{mark} without these words in their files: {sorted(unnamed)}"
+            )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -129,6 +129,7 @@ class Copy:
         flags = ["-q", "-x", "-m", "not ray", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *flags, *tests]
         environment = os.environ | {"PYTHONPATH": str(self.root / ".typing")}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # compiled code of a file with another fault, of the same second and length
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, cwd=self.root, env=environment, start_new_session=True, **quiet) as process:
             try:

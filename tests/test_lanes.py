@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from lane_marks import NEEDED_MARKS
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -145,6 +146,12 @@ def test_a_planted_mark_without_the_other_is_found() -> None:
     assert served_without_ray("@pytest.mark.serve\ndef test_x(): ...") == ["test_x"]
     assert served_without_ray("@pytest.mark.ray\nclass TestX:\n    @pytest.mark.serve\n    def test_x(self): ...") == []
     assert served_without_ray("pytestmark = [pytest.mark.ray, pytest.mark.serve]") == []
+
+
+def test_files_that_a_lane_does_not_import_have_none_of_its_tests() -> None:
+    assert set(NEEDED_MARKS) == {lane.expression for lane in lanes_of(MAKEFILE)} - {"not ray"}
+    for expression, mark in NEEDED_MARKS.items():
+        assert all(mark in marks for marks in MARKS if _holds(ast.parse(expression, mode="eval").body, marks))
 
 
 def test_no_two_test_files_have_the_same_name() -> None:

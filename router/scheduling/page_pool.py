@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from tramontane.router.scheduling.cached_key_log import CachedKeyLog
 
@@ -82,8 +83,8 @@ class PagePool:
     def check_integrity(self, held: Iterable[int]) -> None:
         """Assert that each page has as many holders as it is among ``held``, and that the others are free or cached."""
         holders = Counter(held)
-        assert [holders[page] for page in range(self.num_pages)] == self._num_holders
+        assert list(map(holders.get, range(self.num_pages), repeat(0))) == self._num_holders
         assert sorted([*self._free, *self._cached, *holders]) == list(range(self.num_pages))
-        assert {page: key for key, page in self._page_of.items()} == self._key_of
-        assert not self._key_of.keys() & set(self._free)
+        assert dict(zip(self._page_of.values(), self._page_of, strict=True)) == self._key_of
+        assert self._key_of.keys().isdisjoint(self._free)
         assert self._cached.keys() <= self._key_of.keys()

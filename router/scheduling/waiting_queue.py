@@ -143,11 +143,13 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Assert that the counts and every level are right."""
-        assert self._length == sum(1 for _ in self)
-        assert self.num_tokens == sum(sequence.num_known for sequence in self)
+        waiting = list(self)
+        assert self._length == len(waiting)
+        assert self.num_tokens == sum(sequence.num_known for sequence in waiting)
         for level, queue in enumerate(self._levels):
-            assert all(sequence.effective_priority == level for sequence in queue)
-            queue.check_integrity()
+            if queue:
+                assert all(sequence.effective_priority == level for sequence in queue)
+                queue.check_integrity()
 
     def _subtract(self, sequence: Sequence) -> None:
         self._length -= 1

@@ -34,10 +34,11 @@ def client_python(packages: Sequence[str]) -> Path:
     if done.is_file() and done.read_text(encoding="utf-8") == wanted and python.exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     own = next((folder / "lib").glob("python*")) / "site-packages"
     (own / "development.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--quiet"]
+    install = [*pip, "install", "--no-compile", *packages]  # most of their modules are never imported
     result = subprocess.run(install, capture_output=True, text=True, check=False)
     if result.returncode and any(sign in result.stderr for sign in UNREACHABLE):
         pytest.skip(f"{packages[0]} cannot be had from the package index: {result.stderr[-200:]}")

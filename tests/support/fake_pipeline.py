@@ -49,8 +49,10 @@ class FakePipeline:
     in_flight: deque[MicroBatch] = field(default_factory=deque)
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of each sequence, those whose keys are cached
     entries: dict[int, list[dict[int, int]]] = field(default_factory=dict)  # per sequence and class, pages by index
-    # What is in a row of a page of a class: all tokens up to that position, and the salt.
-    rows: dict[tuple[int, int, int], tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    # Texts from their beginnings on, with their salts, by number: each is a shorter one, or a salt, and one more token.
+    texts: dict[tuple[int | str, int], int] = field(default_factory=dict)
+    contents: dict[int, list[int]] = field(default_factory=dict)  # of each sequence, the text up to each of its tokens
+    rows: dict[tuple[int, int, int], int] = field(default_factory=dict)  # what is in a row of a page of a class
     num_reused: int = 0
     events: list[TokenEvent] = field(default_factory=list)
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
@@ -133,6 +135,7 @@ class FakePipeline:
         self.latest.clear()
         self.tokens.clear()
         self.entries.clear()
+        self.contents.clear()
         self.rows.clear()
 
     def tokens_of(self, seq_id: int) -> list[TokenEvent]:
@@ -147,7 +150,7 @@ class FakePipeline:
         assert sizes == sorted(sizes, reverse=True)
         assert len(batch.decodes.seq_ids) <= self.scheduler.limits.max_num_seqs
         for seq_id in batch.freed_seq_ids:
-            del self.tokens[seq_id], self.entries[seq_id]
+            del self.tokens[seq_id], self.entries[seq_id], self.contents[seq_id]
         for chunk in chunks:
             self._begin(chunk)
         runs, ones = chunks[: sum(sizes)], chunks[sum(sizes) :]
@@ -171,9 +174,11 @@ class FakePipeline:
             assert tokens[: len(known)] == known, "what stays is what was accepted"
             assert len(known) == chunk.start or len(tokens) == chunk.start, "drafts follow those in flight"
             self.tokens[chunk.seq_id] = tokens[: chunk.start]
+            del self.contents[chunk.seq_id][chunk.start :]
             return
         self.num_reused += chunk.start
-        self.tokens[chunk.seq_id] = self._sequence(chunk.seq_id).known_ids(0, chunk.start)
+        self.tokens[chunk.seq_id], self.contents[chunk.seq_id] = (), []
+        self._extend(chunk.seq_id, self._sequence(chunk.seq_id).known_ids(0, chunk.start))
         assert chunk.skipped_ids == (self.tokens[chunk.seq_id] if chunk.sampling.needs_tokens else ())
         entries = self.entries[chunk.seq_id] = [{} for _ in cache.classes]
         first = chunk.start // cache.page_size
@@ -181,24 +186,31 @@ class FakePipeline:
             given = pages[: len(pages) - num_own]
             of_class.update(zip(range(first - len(given), first), given, strict=True))
 
+    def _extend(self, seq_id: int, token_ids: tuple[int, ...]) -> None:
+        self.tokens[seq_id] += token_ids
+        contents = self.contents[seq_id]
+        for token_id in token_ids:
+            before = contents[-1] if contents else self._sequence(seq_id).cache_salt
+            contents.append(self.texts.setdefault((before, token_id), len(self.texts)))
+
     def _num_own(self, chunk: Chunk) -> list[int]:
         cache = self.scheduler.allocator.cache
         return [len(c.new_pages(chunk.start, chunk.start + chunk.num_tokens, cache.page_size)) for c in cache.classes]
 
     def _read(self, seq_id: int, end: int, is_written: int) -> None:
         """Check that what a token at ``end`` - ``is_written`` sees of the cache is of its own sequence."""
-        cache, salt = self.scheduler.allocator.cache, self._sequence(seq_id).cache_salt
+        cache, contents, rows = self.scheduler.allocator.cache, self.contents[seq_id], self.rows
         for index, window_class in enumerate(cache.classes):
             first = 0 if window_class.window is None else max(end - is_written - window_class.window + 1, 0)
+            pages = self.entries[seq_id][index]
             for position in range(first, end):
-                page = self.entries[seq_id][index][position // cache.page_size]
-                found = self.rows[index, page, position % cache.page_size]
-                assert found == (salt, self.tokens[seq_id][: position + 1])
+                page, row = divmod(position, cache.page_size)
+                assert rows[index, pages[page], row] == contents[position]
 
     def _write(self, chunk: Chunk) -> None:
         cache, end = self.scheduler.allocator.cache, chunk.start + chunk.num_tokens
-        tokens = self.tokens[chunk.seq_id] = self.tokens[chunk.seq_id] + chunk.token_ids
-        salt, last = self._sequence(chunk.seq_id).cache_salt, -(-end // cache.page_size)
+        self._extend(chunk.seq_id, chunk.token_ids)
+        contents, last = self.contents[chunk.seq_id], -(-end // cache.page_size)
         news = chunk.new_pages or ((),) * len(cache.classes)
         owned = self._num_own(chunk) if chunk.sampling else map(len, news)  # drafts that were wrong have left pages
         for index, (window_class, pages, num_own) in enumerate(zip(cache.classes, news, owned, strict=True)):
@@ -209,7 +221,7 @@ class FakePipeline:
                 del of_class[gone]
             for position in range(window_class.first_written(chunk.start, end, cache.page_size), end):
                 row = index, of_class[position // cache.page_size], position % cache.page_size
-                self.rows[row] = salt, tokens[: position + 1]
+                self.rows[row] = contents[position]
 
     def _sequence(self, seq_id: int) -> Sequence:
         return self.scheduler._running.by_id[seq_id]
