@@ -5,9 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 SM_90 = 90
 
@@ -34,17 +38,31 @@ def resource_usage(
 ) -> ResourceUsage:
     """Compile a kernel whose last arguments are these constants; the ``aligned`` arguments are multiples of 16.
 
-    A process of its own compiles it, because the interpreter may be chosen in this one.
+    A process of its own compiles all kernels, because the interpreter may be chosen in this one.
     """
     request = [module, kernel, list(types), list(constants), list(aligned), warps, stages, capability]
+    compiler = _compiler()
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    print(json.dumps(request), file=compiler.stdin, flush=True)
+    answer = compiler.stdout.readline()
+    if not answer:
+        _compiler.cache_clear()
+        raise AssertionError(f"the compiler has ended with status {compiler.wait()}")
+    usage, error = json.loads(answer)
+    assert not error, error
+    return ResourceUsage(**usage)
+
+
+@cache
+def _compiler() -> "subprocess.Popen[str]":
+    """Start the process, which ends with this one: its standard input ends then."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, __file__, json.dumps(request)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return ResourceUsage(**json.loads(done.stdout.splitlines()[-1]))
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def main() -> None:
+def _compile(request: str) -> dict[str, Any]:
     import importlib
     import tempfile
 
@@ -52,7 +70,7 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, kernel, types, constants, aligned, warps, stages, capability = json.loads(sys.argv[1])
+    module, kernel, types, constants, aligned, warps, stages, capability = json.loads(request)
     function = getattr(importlib.import_module(module), kernel)
     signature = dict(zip(function.arg_names, (*types, *("constexpr",) * len(constants)), strict=True))
     values = {(i,): each for i, each in enumerate(constants, len(types))}
@@ -69,16 +87,24 @@ def main() -> None:
     found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     ptx = made.asm["ptx"]
     wide = bool(re.search(r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ga]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx))
-    print(
-        json.dumps(
-            {
-                "registers": found["REG"],
-                "spilled_bytes": found["STACK"] + found["LOCAL"],
-                "shared_bytes": made.metadata.shared,
-                "has_wide_loads": wide,
-            }
-        )
-    )
+    return {
+        "registers": found["REG"],
+        "spilled_bytes": found["STACK"] + found["LOCAL"],
+        "shared_bytes": made.metadata.shared,
+        "has_wide_loads": wide,
+    }
+
+
+def main() -> None:
+    """Answer each line with what the kernel uses, or with the traceback of why it cannot be compiled."""
+    for request in sys.stdin:
+        answer: tuple[dict[str, Any], str] = {}, ""
+        try:
+            with redirect_stdout(sys.stderr):
+                answer = _compile(request), ""
+        except Exception:
+            answer = {}, traceback.format_exc()
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
