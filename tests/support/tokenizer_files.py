@@ -55,15 +55,20 @@ AWKWARD = [
 
 def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
     """Write the published tekken.json with fewer pieces: the complete file takes seconds to read and to convert."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tekken.json").write_text(_small_tekken(num_pieces), encoding="utf-8")
+    return folder / "tekken.json"
+
+
+@cache
+def _small_tekken(num_pieces: int) -> str:
     data = json.loads(TEKKEN.read_text(encoding="utf-8"))
     data["vocab"] = data["vocab"][:num_pieces]
     data["config"] |= {
         "num_vocab_tokens": num_pieces,
         "default_vocab_size": num_pieces + data["config"]["default_num_special_tokens"],
     }
-    folder.mkdir(exist_ok=True)
-    (folder / "tekken.json").write_text(json.dumps(data), encoding="utf-8")
-    return folder / "tekken.json"
+    return json.dumps(data)
 
 
 NEWER_TOKENS = {32: "[ARGS]", 33: "[CALL_ID]", 34: "[THINK]", 35: "[/THINK]", 36: "[MODEL_SETTINGS]", 37: "[/MODEL_SETTINGS]"}
