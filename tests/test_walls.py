@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -252,7 +253,8 @@ def _read(name: str, source: str) -> Module:
     return Module(name, source.count("\n"), tuple(found.found))
 
 
-def _all_modules() -> list[Module]:
+@cache
+def _all_modules() -> Sequence[Module]:
     paths = [path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
     return [_read(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text(encoding="utf-8")) for path in paths]
 
