@@ -174,7 +174,7 @@ def _similar_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class o
 
     ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``, which is the opposite.
     """
-    shown = [option for option in error.ctx.command.params if not option.hidden]
+    shown = [option for option in error.ctx.command.get_params(error.ctx) if not option.hidden]  # --help, too
     names = [name for option in shown for name in (*option.opts, *option.secondary_opts)]
     if error.option_name.startswith(OFF):
         return [name for name in names if name.startswith(OFF)]

@@ -114,7 +114,8 @@ class BalancedPolicy:
             self._observe_transit(timings)
             self._step_gap.observe(timings[0], is_alone=budget.is_alone)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
-            self._spread_tuner.observe(0 if has_drafts else budget.spread, budget.round_s, timings[-1].ended_at)
+            spread = 0 if has_drafts else budget.spread
+            self._spread_tuner.observe(spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts)
 
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
         """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for."""

@@ -11,7 +11,7 @@ MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a roun
 MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
 TRIAL_ROUNDS = 3  # rounds of one trial
 RETRY_ROUNDS = 128  # rounds until a spread is tried again; doubled each time that it has not become the best
-MAX_UNMEASURED = 64  # micro-batches with prompts or drafts after which a trial is given up
+MAX_DRAFTED = 64  # micro-batches with drafts after which a trial is given up
 SMOOTHING = 0.3  # weight of the newest correction
 
 MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
@@ -43,7 +43,7 @@ class SpreadTuner:
     def __init__(self) -> None:
         self._known: dict[int, _SpreadStats] = {}
         self._trial: tuple[int, int] | None = None  # the spread on trial, and the micro-batches left of it
-        self._num_unmeasured = 0  # micro-batches of the trial
+        self._num_drafted = 0  # micro-batches of the trial
         self._span: tuple[int, int, float, float] | None = None  # spread, micro-batches, measured and predicted seconds so far
         self._last_end = 0.0
 
@@ -59,15 +59,18 @@ class SpreadTuner:
             return best
         chosen = self._stats(due[0])
         chosen.retry_rounds *= 2 if chosen.is_tried else 1
-        self._num_unmeasured = 0
+        self._num_drafted = 0
         self._trial = due[0], TRIAL_ROUNDS * due[0] + best  # micro-batches of the previous spread are still in flight
         return due[0]
 
-    def observe(self, spread: int, predicted_round_s: float, ended_at: float) -> None:
-        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one that had prompts or drafts."""
+    def observe(self, spread: int, predicted_round_s: float, ended_at: float, *, has_drafts: bool = False) -> None:
+        """Record that a micro-batch of decodes has left the last stage; ``spread`` is 0 for one that had prompts or drafts.
+
+        Prompts come and go, and a trial waits for them; sequences may draft for as long as they run.
+        """
         elapsed, self._last_end = ended_at - self._last_end, ended_at
-        if self._trial is not None and not spread:
-            self._count_unmeasured(self._stats(self._trial[0]))
+        if self._trial is not None and has_drafts:
+            self._count_drafted(self._stats(self._trial[0]))
         if self._span is None or self._span[0] != spread or not spread:
             self._span = (spread, 0, 0.0, 0.0) if spread else None
             return
@@ -79,9 +82,9 @@ class SpreadTuner:
             self._learn(spread, self._span[2] / max(self._span[3], 1e-9))
             self._span = spread, 0, 0.0, 0.0
 
-    def _count_unmeasured(self, on_trial: _SpreadStats) -> None:
-        self._num_unmeasured += 1
-        if self._num_unmeasured >= MAX_UNMEASURED:
+    def _count_drafted(self, on_trial: _SpreadStats) -> None:
+        self._num_drafted += 1
+        if self._num_drafted >= MAX_DRAFTED:
             self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
 
     def _learn(self, spread: int, ratio: float) -> None:

@@ -662,5 +662,5 @@ def test_a_file_may_hold_the_measured_times_themselves(tmp_path: Path, busy: tup
     [("Mixtral-8x7B", "mixtral-8x7b"), ("mistral-7b-v02", "mistral-7b-v0.2"), ("ministral8", "ministral-8b")],
 )
 def test_the_most_similar_geometry_is_named(given: str, likely: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"; did you mean {re.escape(likely)}\?; there are"):
+    with pytest.raises(CheckpointError, match=rf"; did you mean {re.escape(likely)}\?; --model takes"):
         resolve_model_args(Path(given))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tramontane.router.scheduling.round_times import MAX_UNMEASURED, RETRY_ROUNDS, TRIAL_ROUNDS, SpreadTuner
+from tramontane.router.scheduling.round_times import MAX_DRAFTED, RETRY_ROUNDS, TRIAL_ROUNDS, SpreadTuner
 
 ALIKE = {1: 10.0, 2: 10.0}
 
@@ -114,24 +114,32 @@ def test_a_trial_ends_where_its_spread_is_not_possible() -> None:
     assert measured.tuner.choose({1: 10.0}) == 1
 
 
-def test_a_trial_that_is_not_measured_is_given_up_and_made_later() -> None:
-    """While sequences draft, or prompts are computed, no micro-batch is measured."""
+def test_a_trial_in_which_sequences_draft_is_given_up_and_made_later() -> None:
+    """Micro-batches with drafts are not measured."""
     measured = Measured()
     assert measured.spreads(ALIKE, 6)[-2:] == [2, 2]
     chosen = []
-    for _ in range(3 * MAX_UNMEASURED):
+    for _ in range(3 * MAX_DRAFTED):
         chosen.append(measured.tuner.choose(ALIKE))
-        measured.observe(0, 0.0, 5.0)
-    assert _runs(chosen) == [(2, MAX_UNMEASURED), (1, 2 * MAX_UNMEASURED)]
+        measured.tuner.observe(0, 0.0, measured.now, has_drafts=True)
+    assert _runs(chosen) == [(2, MAX_DRAFTED), (1, 2 * MAX_DRAFTED)]
     trial = 1 + 2 * TRIAL_ROUNDS + 1
     assert _runs(measured.spreads(ALIKE, 200))[:2] == [(1, 1 + 43 * TRIAL_ROUNDS), (2, trial)], "after 128 rounds"
 
 
-def test_a_few_micro_batches_that_are_not_measured_do_not_end_a_trial() -> None:
+def test_a_few_micro_batches_with_drafts_do_not_end_a_trial() -> None:
     measured = Measured()
     for _ in range(2):  # the second trial has no fewer of them than the first
         while measured.tuner.choose(ALIKE) == 1:
             measured.observe(1, 10.0, 10.0)
-        for _ in range(MAX_UNMEASURED - 1):
-            measured.observe(0, 0.0, 5.0)
+        for _ in range(MAX_DRAFTED - 1):
+            measured.tuner.observe(0, 0.0, measured.now, has_drafts=True)
         assert _runs(measured.spreads(ALIKE, 10))[0] == (2, 1 + 2 * TRIAL_ROUNDS + 1)
+
+
+def test_a_trial_waits_for_prompts() -> None:
+    measured = Measured()
+    assert measured.spreads(ALIKE, 6)[-2:] == [2, 2]
+    for _ in range(3 * MAX_DRAFTED):
+        assert measured.tuner.choose(ALIKE) == 2
+        measured.observe(0, 0.0, 5.0)
