@@ -84,11 +84,11 @@ def test_a_row_that_seems_to_cost_nothing_still_has_a_price() -> None:
 
 def test_rounds_with_drafts_say_nothing_about_how_decodes_are_best_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were predicted without them."""
-    policy, observed = BalancedPolicy(1, 64), list[int]()
-    monkeypatch.setattr(policy._spread_tuner, "observe", lambda spread, *_: observed.append(spread))
+    policy, observed = BalancedPolicy(1, 64), list[tuple[int, bool]]()
+    monkeypatch.setattr(policy._spread_tuner, "observe", lambda spread, *_, has_drafts: observed.append((spread, has_drafts)))
     for rows in (4, 9):
         policy.observe(BatchBudget(4, 0, spread=2, round_s=1.0), BatchWork(0, 0, rows, 100), [StageTiming(0, 0.0, BASE_S, rows)])
-    assert observed == [2, 0]
+    assert observed == [(2, False), (0, True)]
 
 
 IN_FLIGHT = replace(ALONE, num_in_flight=1, num_ready=0, ready_keys=())
