@@ -192,14 +192,14 @@ class _StageFootprint:
 
 
 @lru_cache(maxsize=8)  # the search for a plan that fits asks for the same model again and again
-def _layer_bytes(args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool) -> list[tuple[int, int]]:
+def _layer_bytes(args: ModelArgs, layout: WeightFormat, panel_rows: int, has_experts: bool) -> tuple[tuple[int, int], ...]:
     """Return the bytes of each layer's weights, and of what fills up their last panels."""
     sizes = []
     for layer in range(args.n_layers):
         specs = tuple(layer_tensors(args, layer, with_experts=has_experts))
         num_padding = sum(spec.padding_bytes(layout, panel_rows) for spec in specs)
         sizes.append((sum(spec.num_bytes(layout) for spec in specs), num_padding))
-    return sizes
+    return tuple(sizes)
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, footprint: _StageFootprint) -> list[range]:
