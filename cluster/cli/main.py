@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
@@ -170,14 +171,16 @@ def _usage_error(error: typer.TyperException) -> str:
 
 
 def _similar_options(error: Any) -> list[str]:  # noqa: ANN401 - typer's class of unknown options is private
-    """Return the similar options that the help shows; for one that turns something off all those that do, and no others.
+    """Return the similar options that the help shows; for one that turns something off one that does, too.
 
-    ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``, which is the opposite.
+    ``--no-prefix-caching``: ``--no-enable-prefix-caching``, and not ``--enable-prefix-caching``, which is the opposite. Only what
+    follows ``--no-`` is compared.
     """
     shown = [option for option in error.ctx.command.get_params(error.ctx) if not option.hidden]  # --help, too
     names = [name for option in shown for name in (*option.opts, *option.secondary_opts)]
     if error.option_name.startswith(OFF):
-        return [name for name in names if name.startswith(OFF)]
+        off = [name.removeprefix(OFF) for name in names if name.startswith(OFF)]
+        return [OFF + each for each in get_close_matches(error.option_name.removeprefix(OFF), off, n=1)]
     return [name for name in names if name in (error.possibilities or ())]
 
 

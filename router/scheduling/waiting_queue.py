@@ -147,9 +147,8 @@ class WaitingQueue:
         assert self._length == len(waiting)
         assert self.num_tokens == sum(sequence.num_known for sequence in waiting)
         for level, queue in enumerate(self._levels):
-            if queue:
-                assert all(sequence.effective_priority == level for sequence in queue)
-                queue.check_integrity()
+            assert all(sequence.effective_priority == level for sequence in queue)
+            queue.check_integrity()
 
     def _subtract(self, sequence: Sequence) -> None:
         self._length -= 1

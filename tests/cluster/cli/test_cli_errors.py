@@ -159,6 +159,8 @@ def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
             "No such option: --prefix-caching; did you mean --enable-prefix-caching?; see tramontane serve --help",
         ),
         (["drain", "--local"], "No such option: --local; see tramontane drain --help"),
+        (["serve", "--no-"], "No such option: --no-; see tramontane serve --help"),
+        (["config", "--no-markdwn"], "No such option: --no-markdwn; see tramontane config --help"),
         (["serve", "--hepl"], "No such option: --hepl; did you mean --help?; see tramontane serve --help"),
         (["plan", "--model"], "Option '--model' requires an argument."),
     ],
