@@ -6,7 +6,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import ray
 from ray.exceptions import AuthenticationError, RayError
@@ -15,10 +15,12 @@ from tramontane.cluster.common.signals import defer_signals, keep_handler
 from tramontane.cluster.config.ray_settings import INLINE_LIMIT, RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
 from tramontane.cluster.ray_internals.accessors import (
+    assume_dashboard_packages,
     head_channel,
     keep_daemons_from_signals,
     keep_loopback_address,
     keep_sigterm_handler,
+    leave_out_dashboard,
     mute_worker_logs,
     ping_head,
     resolve_cluster_address,
@@ -49,7 +51,13 @@ def local_ray_cluster(num_cpus: int, dashboard: bool = False, inline_limit: int 
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by every process that Ray starts
     try:
-        with _starting_ray("stopping the local Ray cluster"), keep_loopback_address(), keep_daemons_from_signals():
+        with (
+            _starting_ray("stopping the local Ray cluster"),
+            keep_loopback_address(),
+            keep_daemons_from_signals(),
+            assume_dashboard_packages(),
+            nullcontext() if dashboard else leave_out_dashboard(),
+        ):
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus,

@@ -85,6 +85,21 @@ _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
     needed_for="Ray's daemons in process groups of their own, which a signal to the group of the command does not reach",
     breaks="draining when timeout, systemd or a terminal ends serve, because Ray ends first",
 )
+_no_dashboard = {
+    "needed_for": "a local cluster without the daemons of a dashboard that nobody has asked for",
+    "breaks": "the start of a local cluster, which would take two seconds longer",
+}
+(NODE,) = _add(_ray, "ray._private.node", "Node", "Node.get_gcs_client", **_no_dashboard)
+DASHBOARD_KEY, DASHBOARD_KEYS = _add(
+    _ray, "ray._private.ray_constants", "DASHBOARD_ADDRESS", "KV_NAMESPACE_DASHBOARD", **_no_dashboard
+)
+(DASHBOARD_PACKAGES,) = _add(
+    _ray,
+    "ray._private.utils",
+    "get_dashboard_dependency_error",
+    needed_for="a start of Ray that does not import the dashboard's packages into the command to see whether they are there",
+    breaks="the start of a local cluster, which would take half a second longer",
+)
 (SET_PROCESS_TITLE,) = _add(
     _ray,
     "ray._raylet",

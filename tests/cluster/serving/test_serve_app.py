@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -111,6 +112,15 @@ def test_a_cluster_of_our_own_has_no_more_cores_than_the_machine() -> None:
     """However many CPUs Ray was promised, so that it places all stages."""
     assert ray.cluster_resources()["CPU"] == 4  # type: ignore[no-untyped-call]
     assert probe_cluster().node_cpus == probe_local().node_cpus
+
+
+def test_without_a_dashboard_none_of_its_daemons_runs() -> None:
+    """Ray's own ``include_dashboard=False`` starts all three, which takes a third of the start of a cluster."""
+    commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    daemons = {name for command in commands for name in re.findall(r"(\w+)\.py|/(gcs_server|raylet)\b", command)}
+    names = {"".join(each) for each in daemons}
+    assert names >= {"gcs_server", "raylet", "agent"}
+    assert names & {"dashboard", "monitor", "log_monitor"} == set()
 
 
 def _prompt(rng: random.Random, most: int = 12) -> str:
