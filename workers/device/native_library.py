@@ -4,6 +4,7 @@ What they compute for one row or token does not depend on the others of the micr
 """
 
 import ctypes
+import fcntl
 import hashlib
 import itertools
 import os
@@ -13,6 +14,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +45,9 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     try:
         library = _folder() / f"{source.stem}-{_short_digest(source_digest(source), *defines)}.so"
         if not library.exists():
-            _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
+            with _locked(library.with_suffix(".lock")):
+                if not library.exists():  # another process may have made it by now
+                    _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
         return ctypes.CDLL(str(library))
     except OSError as error:  # no space, or a folder from which nothing can be executed
         raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
@@ -56,6 +61,21 @@ def _folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise CompilerError(f"{folder} is not a folder that only this user can write to; remove it")
     return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time run the block: stages that start together need the same libraries, and share the cores.
+
+    The file is removed with the lock still held. Those that wait for it, and one that makes it anew, may then run together:
+    they find what the block has made.
+    """
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def source_digest(source: Path) -> str:

@@ -1,17 +1,24 @@
 """What a kind of device offers to a stage."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels, try_kernels
 from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops, native_ops
+from tramontane.workers.device.self_test import try_or_reason
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
+from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
+from tramontane.workers.weights.quantize import NUMBER_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,27 @@ class DeviceBackend:
     def pads_decodes(self) -> bool:
         """Whether decodes are padded, which needs a scratch page in the caches."""
         return self.graph_capture is not None or self.make_event is not None
+
+
+def compile_native_kernels(plan: StagePlan) -> None:
+    """Compile the kernels in C of a stage on a CPU, all at the same time; those that were compiled before are kept on the disk.
+
+    What cannot be compiled is reported by what needs it, which asks for it again.
+    """
+    dtype, weights = getattr(torch, plan.dtype), plan.weight_format
+    jobs: list[Callable[[], object]] = [
+        lambda: PackedMatmul(dtype, getattr(torch, weights.matrix_dtype)),
+        lambda: native_kernels(plan),
+        lambda: NativeOps(plan.dtype),
+    ]
+    if weights.quantize:
+        number_dtype, is_w8a8 = NUMBER_DTYPES[weights.quantize], weights.quantize is Quantization.W8A8
+        jobs.append(lambda: PackedMatmul(dtype, number_dtype, is_w8a8))
+    if plan.args.moe and plan.args.moe.float32_gate:
+        jobs.append(lambda: PackedMatmul(torch.float32, torch.float32))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for job in jobs:
+            pool.submit(try_or_reason, job)
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:

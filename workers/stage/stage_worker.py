@@ -29,7 +29,7 @@ from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
-from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, compile_native_kernels
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
@@ -106,6 +106,8 @@ class StageWorker:
 
         ``on_activity`` is called with what follows the weights, such as ``choosing kernels``.
         """
+        if torch.device(device).type == "cpu":
+            compile_native_kernels(plan)
         model = load_module(
             lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
             lambda layout: stage_tensors(plan.args, plan.layers, layout, plan.experts_inside),

@@ -3,6 +3,7 @@
 import stat
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def test_a_compiler_without_openmp_compiles_for_one_thread(
     first, second = seen.read_text(encoding="utf-8").splitlines()
     assert "-DELEMENT=0 -DMORE=100" in first
     assert first == f"{second} -fopenmp"
+
+
+def test_stages_that_start_together_compile_once(compile_with: Compile, noted: tuple[str, Path], tmp_path: Path) -> None:
+    """All of them find that there is no library: the compiler does not end before the others have looked."""
+    compiler, seen = noted
+    slow = _script(tmp_path / "slow", f'sleep 0.5; exec {compiler} "$@"')
+    with ThreadPoolExecutor(4) as pool:
+        assert [library.seven() for library in pool.map(compile_with, [slow] * 4)] == [111] * 4
+    assert len(seen.read_text(encoding="utf-8").splitlines()) == 1
 
 
 def test_what_is_compiled_is_kept_until_something_changes(
