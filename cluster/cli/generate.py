@@ -2,14 +2,13 @@
 
 import asyncio
 import sys
-import time
 from dataclasses import replace
 from typing import Annotated
 
-import psutil
 import typer
 from rich.segment import Segments
 
+from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
@@ -73,7 +72,6 @@ async def run_generate(
 
     Raises UserError before anything is started if one of the prompts cannot be served.
     """
-    started_at = psutil.Process().create_time()
     colors = None
     if show_experts is not None:
         colors = TokenColors(show_experts, check_layer(config, show_experts))
@@ -81,7 +79,7 @@ async def run_generate(
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     config = sized_for_prompts(config.single_pipeline(), prompt_ids, sampling.max_tokens)
     async with open_engine(config, display.report, show_loading=display.loading) as engine:
-        ready_at = time.time()
+        ready_s = process_age_s()
         display.note_in_terminal(cache_note(engine.plan))
         devices = await engine.list_devices() if config.json_output else ()
         display.start([prompt.text for prompt in prompts], colors)
@@ -96,7 +94,7 @@ async def run_generate(
             display.stop()
         engine.router.scheduler.check_integrity()
         completions = tuple(task.result() for task in tasks)
-        seconds = ready_at - started_at, run.first_token_at - started_at
+        seconds = ready_s, run.first_token_s
         counts = engine.router.scheduler.draft_counts
         drafts = (counts.num_draft_tokens, counts.num_accepted_tokens) if config.speculative_config else None
         return GenerateResult(completions, engine.plan, engine.usage, devices, *seconds, engine.router.fingerprint, drafts)
@@ -108,7 +106,7 @@ class _GenerateRun:
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.display = engine, tokenizer, sampling, display
         self.colors = colors
-        self.first_token_at = float("inf")
+        self.first_token_s = float("inf")  # since the command was started
 
     async def complete(self, index: int, prompt: str, prompt_ids: tuple[int, ...]) -> Completion:
         decoder = self.tokenizer.decoder()
@@ -117,7 +115,7 @@ class _GenerateRun:
         experts: list[ExpertChoices] = []
         finish = None
         async for batch in self.engine.router.generate([SequenceRequest(prompt_ids, self.sampling)]):
-            self.first_token_at = min(self.first_token_at, time.time())
+            self.first_token_s = min(self.first_token_s, process_age_s())
             token_ids += [event.token_id for event in batch.events]
             experts += batch.experts
             finish = batch.events[-1].finish
