@@ -560,9 +560,7 @@ def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> 
     (folder / "consolidated.safetensors").write_bytes(b"")
     assert detect_layout(folder) is Layout.HUGGING_FACE
     (folder / "params.json").write_text('{"_sliding_window": [null, 8]}')
-    assert detect_layout(folder) is Layout.MISTRAL, "only it has the windows of the layers"
-    (folder / "params.json").write_text('{"sliding_window": 8}')
-    assert detect_layout(folder) is Layout.HUGGING_FACE
+    assert detect_layout(folder) is Layout.HUGGING_FACE, "with the windows of params.json"
     (folder / SINGLE_NAME).unlink()
     assert detect_layout(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
 
