@@ -9,6 +9,11 @@ SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_token
 TOKENIZER, TEKKEN = "tokenizer.json", "tekken.json"
 TEKKEN_EOS, OLD_TEKKEN_EOS = "</s>", 2  # files of the first versions do not list special tokens (mistral-common, tekken.py)
 
+NOTHING_ENDS = (
+    "nothing ends an answer of %s: config.json, generation_config.json and the tokenizer's files name no end-of-sequence token, "
+    "so answers run to max_tokens; add eos_token_id to config.json, or give stop or stop_token_ids with each request"
+)
+
 
 def tokenizer_eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of ``eos_token`` of a folder's tokenizer, and of tekken's ``</s>``; none that the model cannot produce.
