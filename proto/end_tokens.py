@@ -18,7 +18,7 @@ NOTHING_ENDS = (
 def tokenizer_eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of ``eos_token`` of a folder's tokenizer, and of tekken's ``</s>``; none that the model cannot produce.
 
-    Files that are missing or damaged name none: whoever loads the tokenizer says so. SentencePiece files are not read: the id of
+    Files that are missing or damaged name none: loading the tokenizer reports them. SentencePiece files are not read: the id of
     Mistral's is 2, the default of its models.
     """
     found = [*_named_ids(folder), *_tekken_ids(_read(folder / TEKKEN))]

@@ -148,7 +148,7 @@ def test_the_eos_of_tekken_is_that_of_mistral_common(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["[", "[1]", '{"eos_token": 3}', '{"eos_token": "x", "added_tokens_decoder": [1]}'])
 def test_damaged_files_name_no_token(damage: str, tmp_path: Path) -> None:
-    """They are reported by whoever loads the tokenizer."""
+    """Loading the tokenizer reports them."""
     for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "tokenizer", "tekken"):
         (tmp_path / f"{name}.json").write_text(damage)
     (tmp_path / "tekken.json").write_text('{"special_tokens": [3, {"token_str": "</s>", "rank": "2"}]}')
