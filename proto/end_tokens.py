@@ -60,7 +60,8 @@ def _tekken_ids(path: Path) -> Iterator[int]:
         data = path.read_bytes()
     except OSError:
         return
-    ranks, at = [], data.find(QUOTED_EOS)
+    ranks: list[int] = []
+    at = data.find(QUOTED_EOS)
     while at >= 0:  # no object around it has others inside
         token = _object(_parse(data[data.rfind(b"{", 0, at) : data.find(b"}", at) + 1]))
         if token.get("token_str") == TEKKEN_EOS and "token_bytes" not in token:  # which pieces of text have
