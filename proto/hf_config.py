@@ -3,16 +3,18 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
 from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, check_num_layers
+from tramontane.proto.presets import context_len
 
 MIXTRAL = "MixtralForCausalLM"
 # Models with latent attention, and what their gates make of logits.
-LATENT = {"Mistral4ForCausalLM": GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
+MISTRAL_4 = "Mistral4ForCausalLM"
+LATENT = {MISTRAL_4: GateScores.SOFTMAX, "DeepseekV3ForCausalLM": GateScores.SIGMOID}
 LARGE_4 = "MistralLarge4TextModel"
 # What other programs read of such configurations, and transformers' classes do not, and the only values that are supported.
 GATE_VALUES = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
@@ -28,8 +30,10 @@ WRAPPERS = {
 }
 SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM", *LATENT, *WRAPPERS)
 # Of the wrapper, besides the text model's own.
-TIED = "tie_word_embeddings"
-WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", "eos_token_id")
+TIED, EOS = "tie_word_embeddings", "eos_token_id"
+WRAPPER_KEYS = ("dtype", "torch_dtype", TIED, "quantization_config", EOS)
+# End-of-sequence tokens of configurations that say nothing of them: the default of transformers' classes.
+DEFAULT_EOS, OTHER_EOS = 2, {"DeepseekV3ForCausalLM": 1}
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
@@ -38,9 +42,8 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
     Of a model with an encoder of images it is the text model's.
     """
     with checkpoint_errors(source):
-        if _architecture_of(config) in WRAPPERS:
-            return _translate(_unwrap(config, source), f"{source}, text_config")
-        return _translate(config, source)
+        is_wrapper = _architecture_of(config) in WRAPPERS
+        return _translate(text_config(config, source), f"{source}, text_config" if is_wrapper else source)
 
 
 @contextmanager
@@ -63,7 +66,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     heads, latent = config["num_attention_heads"], _latent(config, source) if architecture in (*LATENT, LARGE_4) else None
     scaling = _rope_scaling(config, latent, source)
     head_dim = config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"]
-    return ModelArgs(
+    args = ModelArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
         head_dim=latent.cached_dim if latent else head_dim,
@@ -72,19 +75,20 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         n_kv_heads=1 if latent else config["num_key_value_heads"],
         norm_eps=float(config["rms_norm_eps"]),
         vocab_size=config["vocab_size"],
-        rope_theta=float(_rope_parameters(config).get("rope_theta") or config["rope_theta"]),
+        rope_theta=_rope_theta(config, source),
         max_seq_len=config["max_position_embeddings"],
         windows=_windows(config, source),
         moe=_moe(config, architecture, source),
         tied_embeddings=parse_bool(config, "tie_word_embeddings"),
         dtype=parse_dtype(config, source),
-        eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
+        eos_token_ids=_eos_token_ids(config, architecture),
         rope_scaling=scaling,
         latent=latent,
         sparse=_sparse(config, source) if architecture == LARGE_4 else None,
         final_logit_softcapping=float(config["final_logit_softcapping"]) if architecture == LARGE_4 else None,
         quantization=parse_quantization(config.get("quantization_config"), source),
     )
+    return replace(args, max_seq_len=context_len(args, args.max_seq_len))
 
 
 def _architecture_of(config: Mapping[str, Any]) -> str:
@@ -109,7 +113,19 @@ def _unwrap(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     own: dict[str, Any] = {"architectures": [WRAPPERS[wrapper][kind]]}
     if outer.get(TIED) is True:  # of either; which of the two is right, the tensors show
         own[TIED] = True
+    if EOS in config["text_config"] or EOS in outer:  # of both; null in the text model's means that it has none
+        own[EOS] = [*parse_eos_token_ids(outer.get(EOS)), *parse_eos_token_ids(text.get(EOS))]
     return {"sliding_window": None} | outer | text | own
+
+
+def text_config(config: Mapping[str, Any], source: str = "config.json") -> Mapping[str, Any]:
+    """Return the configuration of the text model: of a wrapper what it wraps, otherwise the whole."""
+    return _unwrap(config, source) if _architecture_of(config) in WRAPPERS else config
+
+
+def _eos_token_ids(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens, the class's default if the configuration says nothing; null says that there is none."""
+    return parse_eos_token_ids(config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS))
 
 
 def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
@@ -145,7 +161,7 @@ def _check_supported(config: Mapping[str, Any], architecture: str, source: str) 
         return
     values = GATE_VALUES | {"scoring_func": LATENT.get(architecture, GateScores.SOFTMAX).value}
     used = [f"{key} = {config[key]!r}" for key, value in values.items() if config.get(key) not in (None, value)]
-    if beta := _rope_parameters(config).get("llama_4_scaling_beta") if architecture != "Mistral4ForCausalLM" else None:
+    if beta := _rope_parameters(config).get("llama_4_scaling_beta") if architecture != MISTRAL_4 else None:
         used.append(f"llama_4_scaling_beta = {beta!r}")
     if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is not supported for {architecture}")
@@ -155,6 +171,21 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary settings: ``rope_parameters`` of transformers 5, ``rope_scaling`` of transformers 4."""
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope
+
+
+def _rope_theta(config: Mapping[str, Any], source: str) -> float:
+    """Return the base of rotary frequencies. Raises CheckpointError if what is said twice is said differently.
+
+    transformers 4 and 5 have other keys, and a file can have both.
+    """
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    for key in old.keys() & new.keys():
+        if old[key] != new[key]:
+            raise CheckpointError(f"{source}: {key} is {old[key]!r} in rope_scaling and {new[key]!r} in rope_parameters")
+    nested, outer = _rope_parameters(config).get("rope_theta"), config.get("rope_theta")
+    if nested and outer and nested != outer:
+        raise CheckpointError(f"{source}: rope_theta is {outer!r}, and {nested!r} in the rotary settings; one of them is wrong")
+    return float(nested or config["rope_theta"])
 
 
 def _latent(config: Mapping[str, Any], source: str) -> LatentArgs:
@@ -214,7 +245,7 @@ def _moe(config: Mapping[str, Any], architecture: str, source: str) -> MoeArgs |
         topk_group=config["topk_group"],
         norm_topk_prob=is_large_4 or parse_bool({"norm_topk_prob": config["norm_topk_prob"]}, "norm_topk_prob"),  # no default
         routed_scaling_factor=float(config["routed_scaling_factor"]),
-        float32_gate=architecture != "Mistral4ForCausalLM",
+        float32_gate=architecture != MISTRAL_4,
     )
 
 
@@ -239,8 +270,26 @@ def _rope_scaling(config: Mapping[str, Any], latent: LatentArgs | None, source: 
         beta_slow=float(rope.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(rope, factor),
         llama4_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
-        score_factor=yarn_attention_factor(factor, float(rope.get("mscale_all_dim") or 0.0)) ** 2 if latent else 1.0,
+        score_factor=_score_factor(rope, factor, _architecture_of(config)) if latent else 1.0,
     )
+
+
+def _score_factor(rope: Mapping[str, Any], factor: float, architecture: str) -> float:
+    """Return the factor of latent attention's scores: the square of YaRN's magnitude, weighted by ``mscale_all_dim``.
+
+    In configurations of Mistral 4 equal weights stand for ``apply_scale: false`` of Mistral's own, which is no magnitude at all.
+    So vLLM and SGLang compute these models; transformers multiplies by the square as for DeepSeek. Small 4's scores would be
+    (0.1 ln 128 + 1)^2 = 2.2058 times too large.
+    """
+    weight = float(rope.get("mscale_all_dim") or 0.0)
+    if architecture == MISTRAL_4 and weight == float(rope.get("mscale") or 0.0):
+        return 1.0
+    return yarn_attention_factor(factor, weight) ** 2
+
+
+def has_magnitude(config: Mapping[str, Any]) -> bool:
+    """Return whether the configuration of a text model says how YaRN's magnitude is applied, or that it is not."""
+    return any(_rope_parameters(config).get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -293,4 +342,4 @@ def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):
         raise TypeError(f"eos_token_id is {value!r}")
-    return ids
+    return tuple(dict.fromkeys(ids))

@@ -1,7 +1,7 @@
 """Reader of ``params.json``, which Mistral publishes next to ``consolidated.safetensors``."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError
@@ -15,12 +15,12 @@ from tramontane.proto.hf_config import (
 )
 from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs, Quantization, check_num_layers
-from tramontane.proto.presets import PRESETS
+from tramontane.proto.presets import context_len
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
 # rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).
 THETA_WITH_WINDOW, THETA_WITHOUT_WINDOW = 10_000.0, 1_000_000.0
-DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in this layout
+CONTEXT_KEYS = ("max_seq_len", "max_position_embeddings")
 # Keys that change the arithmetic in a way that is not implemented. An empty value changes nothing.
 UNSUPPORTED_KEYS = (
     *("lora", "use_biases"),
@@ -63,10 +63,10 @@ def _has_latent_attention(params: Mapping[str, Any]) -> bool:
 
 
 def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
-    windows = _windows(params)
+    windows = windows_of(params)
     widths: dict[str, Any] = {key: params.get(key) for key in LATENT_KEYS}
     latent = LatentArgs(**widths) if _has_latent_attention(params) else None
-    return ModelArgs(
+    args = ModelArgs(
         dim=params["dim"],
         n_layers=params["n_layers"],
         head_dim=latent.cached_dim if latent else params["head_dim"],
@@ -76,7 +76,7 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
         norm_eps=float(params["norm_eps"]),
         vocab_size=params["vocab_size"],
         rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)),
-        max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _preset_context_len(params),
+        max_seq_len=1,  # follows from the rest
         windows=windows,
         moe=_moe(params["moe"], latent is not None) if params.get("moe") else None,
         tied_embeddings=parse_bool(params, "tied_embeddings"),
@@ -86,6 +86,12 @@ def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
         latent=latent,
         quantization=_quantization(params, source),
     )
+    return replace(args, max_seq_len=context_len(args, *stated_context_lens(params)))
+
+
+def stated_context_lens(params: Mapping[str, Any]) -> list[int]:
+    """Return what the file says of the context's length: one number, several or none."""
+    return [params[key] for key in CONTEXT_KEYS if params.get(key) is not None]
 
 
 def _moe(moe: Mapping[str, Any], has_latent_attention: bool) -> MoeArgs:
@@ -118,7 +124,13 @@ def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None
     raise unsupported_quantization(", ".join(f"{key} {value}" for key, value in given.items())[:200], source)
 
 
-def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
+def stated_window(params: Mapping[str, Any]) -> object:
+    """Return the window or windows that the file names, None if it names none."""
+    given = params.get("sliding_window")
+    return params.get("_sliding_window") if given is None else given
+
+
+def windows_of(params: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window of each layer from one number for all of them, or from a pattern that repeats.
 
     [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... have no window. The file of Ministral 8B
@@ -126,21 +138,13 @@ def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
     """
     n_layers: int = params["n_layers"]
     check_num_layers(n_layers)
-    given = params.get("sliding_window")
-    given = params.get("_sliding_window") if given is None else given
+    given = stated_window(params)
     pattern = given if isinstance(given, list) else [given]
     if not pattern:
         raise ValueError("sliding_window has no entries")
     if n_layers % len(pattern):
         raise ValueError(f"sliding_window has {len(pattern)} entries for {n_layers} layers")
     return tuple(pattern) * (n_layers // len(pattern))
-
-
-def _preset_context_len(params: Mapping[str, Any]) -> int:
-    """Return the context length of the published model with these sizes: many files lack it. Unknown models get the shortest."""
-    sizes = ("dim", "n_layers", "hidden_dim", "n_heads", "vocab_size")
-    known = [args for args in PRESETS.values() if all(getattr(args, name) == params[name] for name in sizes)]
-    return min((args.max_seq_len for args in known), default=DEFAULT_CONTEXT_LEN)
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
@@ -151,14 +155,20 @@ def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
     yarn = params.get("yarn")
     if not yarn:
         return None
-    factor, has_latent_attention = float(yarn["factor"]), _has_latent_attention(params)
-    magnitude = yarn_attention_factor(factor) if yarn.get("apply_scale", True) else 1.0
+    attention_factor, score_factor = magnitudes(params)
     return YarnScaling(
-        factor=factor,
+        factor=float(yarn["factor"]),
         original_max_seq_len=yarn["original_max_position_embeddings"],
         beta_fast=float(yarn.get("beta", 32.0)),
         beta_slow=float(yarn.get("alpha", 1.0)),
-        attention_factor=1.0 if has_latent_attention else magnitude,
+        attention_factor=attention_factor,
         llama4_beta=float((params.get("llama_4_scaling") or {}).get("beta", 0.0)),
-        score_factor=magnitude**2 if has_latent_attention else 1.0,
+        score_factor=score_factor,
     )
+
+
+def magnitudes(params: Mapping[str, Any]) -> tuple[float, float]:
+    """Return ``attention_factor`` and ``score_factor`` of the file's YaRN block; of latent attention the magnitude is squared."""
+    yarn = params["yarn"]
+    magnitude = yarn_attention_factor(float(yarn["factor"])) if yarn.get("apply_scale", True) else 1.0
+    return (1.0, magnitude**2) if _has_latent_attention(params) else (magnitude, 1.0)

@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tramontane.proto.config_pair import join_configs
+from tramontane.proto.end_tokens import tokenizer_eos_ids
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
 from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
@@ -46,14 +49,14 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def detect_layout(folder: Path) -> Layout:
-    """Return the layout of a folder; of both, Hugging Face's, whose configuration says more. Raises CheckpointError."""
+    """Return the layout of a folder's weights; of both, Hugging Face's. Raises CheckpointError."""
     try:
         if folder.is_file():
             raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist; {_how_to_get(str(folder))}")
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
-        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and _prefers_mistral_layout(folder)):
+        if has_hf and not (has_mistral and _has_only_mistrals_weights(folder)):
             return Layout.HUGGING_FACE
         if has_mistral:
             return Layout.MISTRAL
@@ -77,20 +80,45 @@ def _how_to_get(name: str) -> str:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
+    """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing, malformed or not supported.
+
+    Both files are read where there are two, and the same follows from them in either layout; see ``join_configs``.
+    """
     layout = detect_layout(folder)
-    path = folder / layout.value
-    if layout is Layout.MISTRAL:
-        return from_mistral_params(_json_object(path), source=str(path))
-    args = from_hf_config(_json_object(path), source=str(path))
-    generation = folder / GENERATION_CONFIG
-    return _with_generation_eos(args, generation) if generation.is_file() else args
+    files = {each: folder / each.value for each in Layout if (folder / each.value).is_file()}
+    contents = {each: _json_object(path) for each, path in files.items()}
+    reader = from_hf_config if layout is Layout.HUGGING_FACE else from_mistral_params
+    args = reader(contents[layout], source=str(files[layout]))
+    if len(files) == len(Layout):
+        args = _join(folder, args, layout, contents)
+    return _with_end_tokens(args, folder)
 
 
-def _with_generation_eos(args: ModelArgs, path: Path) -> ModelArgs:
+def _join(folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layout, Mapping[str, Any]]) -> ModelArgs:
+    """Return what both files say. Of weights in Mistral's layout a config.json that is not supported is not compared."""
+    config, params = contents[Layout.HUGGING_FACE], contents[Layout.MISTRAL]
+    if layout is Layout.HUGGING_FACE:
+        return join_configs(args, config, params, str(folder))
+    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of the other layout's weights
     try:
-        eos_token_ids = parse_eos_token_ids(_json_object(path).get("eos_token_id"))
-        return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *eos_token_ids))))
+        described = from_hf_config(config)
+    except CheckpointError:
+        return args
+    joined = join_configs(described, config, params, str(folder))
+    eos_token_ids = tuple(dict.fromkeys((*args.eos_token_ids, *joined.eos_token_ids)))
+    names = ("rope_theta", "windows", "rope_scaling", "max_seq_len")  # which params.json may lack
+    return replace(args, eos_token_ids=eos_token_ids, **{name: getattr(joined, name) for name in names})
+
+
+def _with_end_tokens(args: ModelArgs, folder: Path) -> ModelArgs:
+    """Add the end-of-sequence tokens of ``generation_config.json`` and of the tokenizer to those of the configuration."""
+    path = folder / GENERATION_CONFIG
+    generation: tuple[int, ...] = ()
+    try:
+        if path.is_file():
+            generation = parse_eos_token_ids(_json_object(path).get("eos_token_id"))
+        ids = (*args.eos_token_ids, *generation, *tokenizer_eos_ids(folder, args.vocab_size))
+        return replace(args, eos_token_ids=tuple(dict.fromkeys(ids)))
     except (TypeError, InvalidModelConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -113,14 +141,9 @@ def resolve_model_args(model: Path) -> ModelArgs:
     return read_model_args(model)
 
 
-def _prefers_mistral_layout(folder: Path) -> bool:
-    """Return whether Hugging Face's weights are missing, or Mistral's configuration has a pattern of windows.
-
-    The config.json of Ministral 8B lacks its pattern.
-    """
-    params = _json_object(folder / Layout.MISTRAL.value)
-    has_pattern = isinstance(params.get("sliding_window") or params.get("_sliding_window"), list)
-    return has_pattern or not any(path.name.startswith("model") for path in folder.glob("*.safetensors*"))
+def _has_only_mistrals_weights(folder: Path) -> bool:
+    names = [path.name for path in folder.glob("*.safetensors*")]
+    return any(name.startswith("consolidated") for name in names) and not any(name.startswith("model") for name in names)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
+from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling, check_sizes
 from tramontane.proto.model_args import ModelArgs, Quantization
 
 _7B_V1 = ModelArgs(
@@ -55,7 +55,8 @@ _MINISTRAL_3 = replace(
     rope_scaling=YarnScaling(factor=16.0, original_max_seq_len=16_384, llama4_beta=0.1),
     quantization=Quantization.FP8,
 )
-_YARN_64 = YarnScaling(factor=64.0, original_max_seq_len=4096, beta_fast=4.0)
+# The magnitude of YaRN is applied: params.json of both says apply_scale, config.json an mscale_all_dim of 0.
+_YARN_64 = YarnScaling(factor=64.0, original_max_seq_len=4096, beta_fast=4.0, attention_factor=0.1 * math.log(64.0) + 1)
 _123B_YARN = replace(_123B, vocab_size=131_072, max_seq_len=262_144, rope_scaling=_YARN_64, quantization=Quantization.FP8)
 
 _LATENT_GATE = MoeArgs(
@@ -157,9 +158,7 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
             quantization=Quantization.FP8,
         ),
         "devstral-2-123b": _123B_YARN,
-        "mistral-medium-3.5-128b": replace(
-            _123B_YARN, rope_scaling=replace(_YARN_64, attention_factor=0.1 * math.log(_YARN_64.factor) + 1)
-        ),
+        "mistral-medium-3.5-128b": _123B_YARN,
         "mistral-small-4-119b": _SMALL_4,
         "mistral-large-3-675b": replace(
             _SMALL_4,
@@ -187,8 +186,37 @@ def preset(name: str) -> ModelArgs:
     return PRESETS[name]
 
 
+DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in Mistral's layout
+
+
+def context_len(args: ModelArgs, *stated: int) -> int:
+    """Return the positions of a model: the most that its files state, or YaRN's factor times the original context.
+
+    Where nothing is known it is that of the published model with these sizes, or 32,768. So it is, too, if layers have
+    different windows and what is stated is not beyond them: programs that know one window state it as the context. The files
+    of Ministral 8B state 32,768, its window. Those of Yarn-Mistral 128k do, too, and 16 * 8,192 = 131,072.
+    """
+    for length in stated:
+        check_sizes({"max_seq_len": length})
+    yarn = int(args.rope_scaling.factor * args.rope_scaling.original_max_seq_len) if args.rope_scaling else 0
+    longest = max(*stated, yarn, 0)
+    window = max(filter(None, args.windows)) if len(args.window_classes) > 1 else 0
+    return longest if longest > window else max(longest, _published_context_len(args) or 0) or DEFAULT_CONTEXT_LEN
+
+
+def _published_context_len(args: ModelArgs) -> int | None:
+    """Return the context of the published model with these sizes, the shortest of several; fine-tunes change the vocabulary."""
+    sizes = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads")
+    known = [each for each in PRESETS.values() if all(getattr(each, name) == getattr(args, name) for name in sizes)]
+    known = [each for each in known if (each.moe and each.moe.num_experts) == (args.moe and args.moe.num_experts)]
+    exact = [each for each in known if (each.rope_theta, each.windows) == (args.rope_theta, args.windows)]
+    return min((each.max_seq_len for each in exact or known), default=None)
+
+
 def tiny_variant(args: ModelArgs) -> ModelArgs:
     """Shrink a geometry with the same ratios: 1/8 of the heads, of their width and of the layers, 1/256 of the windows.
+
+    The context and YaRN's original one become 1/64.
 
     Mistral 7B: 4 query heads and 1 key head of 16, dim 64, hidden_dim 224, 4 layers, window 16, context 512.
     """
@@ -196,6 +224,7 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
     windows = (None if window is None else window // 256 for window in args.windows[:n_layers])
     latent = args.latent and LatentArgs(**{key: width and width // 8 for key, width in asdict(args.latent).items()})
     sparse = args.sparse and _tiny_sparse(args.sparse, n_layers)
+    yarn = args.rope_scaling
     return replace(
         args,
         dim=args.dim // 64,
@@ -208,6 +237,7 @@ def tiny_variant(args: ModelArgs) -> ModelArgs:
         max_seq_len=args.max_seq_len // 64,
         windows=tuple(windows),
         moe=args.moe and replace(args.moe, expert_dim=args.moe.expert_dim // 64),
+        rope_scaling=yarn and replace(yarn, original_max_seq_len=yarn.original_max_seq_len // 64),
         latent=latent,
         sparse=sparse,
     )

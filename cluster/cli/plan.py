@@ -27,6 +27,7 @@ from tramontane.cluster.planning.capacity import (
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.proto.byte_size import GIB, format_bytes
+from tramontane.proto.end_tokens import NOTHING_ENDS
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import resolve_model_args
@@ -63,6 +64,8 @@ def plan(
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
+    if not args.eos_token_ids:
+        Console(stderr=True, highlight=False).print(f"note: {NOTHING_ENDS % model}", soft_wrap=True)
     settings = _settings(context)
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")

@@ -1,6 +1,7 @@
 """Construction of an engine: configuration -> plan -> stages -> stage chain -> router."""
 
 import asyncio
+import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,6 +24,7 @@ from tramontane.cluster.planning.gpu_placement import stage_speeds
 from tramontane.cluster.planning.hardware import Hardware, TooFewNodesError, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.cluster.ray_internals.accessors import has_autoscaler
+from tramontane.proto.end_tokens import NOTHING_ENDS
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import is_preset, resolve_model_args
@@ -37,6 +39,8 @@ from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.weights.checkpoint import Checkpoint, Fingerprint, fingerprint_without_weights
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 
@@ -108,9 +112,12 @@ def validate_model(config: EngineConfig) -> ModelArgs:
     """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them.
 
     A head that differs from the embeddings is used, also where the configuration says that they are tied. With ``dtype`` float32
-    matrices remain as they are stored, so then the dtype is theirs and not the configuration's.
+    matrices remain as they are stored, so then the dtype is theirs and not the configuration's. Logs a warning if nothing ends
+    an answer.
     """
     args = resolve_model_args(config.model)
+    if not args.eos_token_ids:
+        logger.warning(NOTHING_ENDS, config.model)
     if config.load_format != "auto":
         return args
     checkpoint = Checkpoint(config.model)

@@ -1,10 +1,12 @@
 """Tiny checkpoints of models with latent attention, made by transformers' own classes, and the logits that it computes."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from published_models import MAX_FP8, VISION, Published, to_fp8
 from safetensors.torch import load_file, save_file
@@ -18,6 +20,7 @@ from transformers import (
     Mistral4ForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
 
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.weights.config_writer import to_mistral_params
@@ -25,7 +28,7 @@ from tramontane.workers.weights.tensor_names import is_vision, unwrapped_name
 from tramontane.workers.weights.tensor_spec import TensorSpec
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LLAMA_4 = {"llama_4_scaling_beta": 0.1}
 NO_MAGNITUDE = {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}  # as in Mistral's own configuration
@@ -53,6 +56,10 @@ def widths(heads: int, q: int | None, kv: int, nope: int, rope: int, v: int) -> 
 # Two with the ratios of published models, and others with odd ones.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "small-4": {**widths(4, 32, 16, 8, 8, 16), "rope_parameters": YARN | LLAMA_4},
+    "louder scores": {
+        **widths(4, 32, 16, 8, 8, 16),
+        "rope_parameters": YARN | LLAMA_4 | {"mscale": 0.5, "attention_factor": 1.0},
+    },
     "large-3": {
         **widths(8, 24, 32, 8, 4, 8),
         "rope_parameters": YARN | LLAMA_4 | NO_MAGNITUDE | {"factor": 4.0},
@@ -111,6 +118,8 @@ def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert
     made.to(torch.bfloat16 if scales_per_expert else torch.float32).save_pretrained(folder)
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = type(made).from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    if name == "small-4":  # the one with equal weights
+        _take_magnitude_away(model)
     if not scales_per_expert:
         return Published(folder, model)
     path, stored = folder / "model.safetensors", {}
@@ -134,6 +143,15 @@ def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     (folder / "config.json").write_text(json.dumps(config))
     return Published(folder, model)
+
+
+def _take_magnitude_away(model: PreTrainedModel) -> None:
+    """Set the factor of scores to what ``apply_scale: false`` of Mistral's own file means: transformers 5.24 has YaRN's."""
+    layers = [module for module in model.modules() if isinstance(module, Mistral4Attention)]
+    assert layers
+    for layer in layers:
+        assert layer.scaling == pytest.approx(layer.qk_head_dim**-0.5 * (0.1 * math.log(YARN["factor"]) + 1) ** 2)
+        layer.scaling = layer.qk_head_dim**-0.5
 
 
 def _stack_to_fp8(stack_ENK: Tensor, parts: int) -> tuple[Tensor, Tensor]:

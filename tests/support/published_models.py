@@ -48,6 +48,7 @@ VISION = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32, "beta_fast": 32.0}
 YARN |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+LOUDER = {**YARN, "factor": 64.0, "beta_fast": 4.0, "mscale_all_dim": 0.0}  # with YaRN's magnitude
 MAX_FP8 = 448.0
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 
@@ -71,8 +72,8 @@ SHAPES = {
     "magistral-2509": Shape(rope={**PLAIN, "rope_theta": 1e9}, tied=True),
     "ministral-3-8b": Shape(),
     "devstral-small-2": Shape(rope={**YARN, "factor": 48.0, "rope_theta": 1e8}),
-    "devstral-2-123b": Shape(rope={**YARN, "factor": 64.0, "beta_fast": 4.0, "llama_4_scaling_beta": 0.0}, has_vision=False),
-    "mistral-medium-3.5": Shape(rope={**YARN, "factor": 64.0, "beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0}),
+    "devstral-2-123b": Shape(rope={**LOUDER, "llama_4_scaling_beta": 0.0}, has_vision=False),
+    "mistral-medium-3.5": Shape(rope=LOUDER),
 }
 
 

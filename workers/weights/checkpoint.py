@@ -31,10 +31,13 @@ SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "conso
 SHARD_GLOBS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
 METADATA_GLOBS = (
+    *(layout.value for layout in Layout),
     "tokenizer.model*",
     "tekken.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
 )
@@ -55,7 +58,7 @@ class Checkpoint:
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
-        return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
+        return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder)})
 
     def with_stored_head(self, args: ModelArgs) -> ModelArgs:
         """Return ``args`` without tied embeddings if the files have an output head with other numbers than the embeddings.
@@ -256,7 +259,8 @@ def _tensor_names(path: Path) -> frozenset[str]:
 
 def fingerprint_without_weights(folder: Path) -> Fingerprint:
     """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it is no model folder."""
-    return compute_fingerprint(folder, _metadata_files(folder, detect_layout(folder)))
+    detect_layout(folder)
+    return compute_fingerprint(folder, _metadata_files(folder))
 
 
 def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
@@ -295,5 +299,5 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _metadata_files(folder: Path, layout: Layout) -> Iterator[Path]:
-    return (path for name in (layout.value, *METADATA_GLOBS) for path in folder.glob(name) if path.is_file())
+def _metadata_files(folder: Path) -> Iterator[Path]:
+    return (path for name in METADATA_GLOBS for path in folder.glob(name) if path.is_file())

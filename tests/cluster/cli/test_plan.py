@@ -33,6 +33,7 @@ from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.config_writer import to_hf_config
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
@@ -67,6 +68,14 @@ def test_every_preset_is_planned_from_its_configuration_alone(name: str, capsys:
     expected = 2 * in_16_bits + sum(t.num_elements + 4 * t.shape[0] for t in in_fp8)
     assert sum(s["weight_bytes"] for s in stages) == expected
     assert all(s["weight_bytes"] + s["cache_bytes"] <= gib * GIB * MEMORY_SHARE for s in stages)
+
+
+def test_a_model_whose_answers_nothing_ends_has_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = to_hf_config(PRESETS["mistral-7b-v0.3"])
+    for ids, is_noted in (([2], False), (None, True)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": ids}))
+        plan(str(tmp_path), "40GiB")
+        assert (f"note: nothing ends an answer of {tmp_path}: config.json" in capsys.readouterr().err) is is_noted
 
 
 def test_parameters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over Ray."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -429,3 +431,25 @@ def test_over_ray_the_tokens_are_the_same_and_nothing_stays_behind(llm: LLM) -> 
         assert ray.is_initialized()
         assert over_ray.generate(PROMPTS, GREEDY) == llm.generate(PROMPTS, GREEDY)
     assert not ray.is_initialized()
+
+
+def test_answers_end_at_the_tokenizers_eos_token(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of ChatML fine-tunes: ``tokenizer_config.json`` names another token than ``config.json``. In the command, too."""
+    [whole] = llm.generate("ROMEO:", GREEDY)
+    token_ids = whole.outputs[0].token_ids
+    end = next(i for i in range(3, 12) if token_ids[i] not in token_ids[:i])
+    folder = tmp_path / "fine-tune"
+    shutil.copytree(DEMO_MODEL, folder)
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": {str(token_ids[end]): {"content": "<|im_end|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(model=folder, local=True, stages=2, dtype="float32", progress=False) as tuned:
+        [output] = tuned.generate("ROMEO:", GREEDY)
+    assert output.outputs[0].token_ids[:end] == token_ids[:end]
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (end + 1, FinishReason.STOP)
+    flags = ["--model", str(folder), "--local", "--dtype", "float32", "--temperature", "0", "--max-tokens", "12"]
+    monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *flags, "ROMEO:"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().out == f"ROMEO:{output.outputs[0].text}\n"

@@ -29,7 +29,7 @@ from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul,
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
 from tramontane.workers.weights import tensor_spec
-from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.random_checkpoint import random_state, write_random_checkpoint
 from tramontane.workers.weights.tensor_spec import TensorSpec
@@ -560,11 +560,20 @@ def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> 
     (folder / "consolidated.safetensors").write_bytes(b"")
     assert detect_layout(folder) is Layout.HUGGING_FACE
     (folder / "params.json").write_text('{"_sliding_window": [null, 8]}')
-    assert detect_layout(folder) is Layout.MISTRAL, "only it has the windows of the layers"
-    (folder / "params.json").write_text('{"sliding_window": 8}')
-    assert detect_layout(folder) is Layout.HUGGING_FACE
+    assert detect_layout(folder) is Layout.HUGGING_FACE, "with the windows of params.json"
     (folder / SINGLE_NAME).unlink()
     assert detect_layout(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
+
+
+@pytest.mark.parametrize("name", ["params.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"])
+def test_nodes_compare_every_file_from_which_the_model_follows(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    found = [fingerprint_without_weights(folder)]
+    for content in ("{}", "{ }"):
+        (folder / name).write_text(content)
+        found.append(fingerprint_without_weights(folder))
+    assert len({*found}) == 3
+    assert [file for file, _ in found[-1]] == sorted({"config.json", name})
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
