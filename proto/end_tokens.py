@@ -7,11 +7,8 @@ from typing import Any
 
 SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOKENIZER, TEKKEN = "tokenizer.json", "tekken.json"
-TEKKEN_EOS, QUOTED_EOS, OLD_TEKKEN_EOS = (
-    "</s>",
-    b'"</s>"',
-    2,
-)  # files of the first versions do not list special tokens (mistral-common, tekken.py)
+TEKKEN_EOS, QUOTED_EOS = "</s>", b'"</s>"'
+OLD_TEKKEN_EOS = 2  # files of the first versions do not list special tokens (mistral-common, tekken.py)
 
 NOTHING_ENDS = (
     "nothing ends an answer of %s: config.json, generation_config.json and the tokenizer's files name no end-of-sequence token, "
