@@ -25,7 +25,7 @@ from tramontane.router.batch.urls import UrlReader
 
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
 POLL_INTERVAL_S = 0.5
-THREADS = 8
+THREADS, WRITE_THREADS, TENANT_WRITE_THREADS = 8, 4, 3
 MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
@@ -54,7 +54,8 @@ class BatchService:
         self.limits = settings.limits
         self._settings, self._clock, self._poll_s = settings, clock, poll_s
         self._threads = JobThreadPool(THREADS)
-        self._uploads, self._reads = StorageThreads(), StorageThreads()  # a file may take long: no other calls wait for it
+        # A file may take long, and calls of the database do not wait for it. Those that write need the database, too.
+        self._reads, self._writes = StorageThreads(), StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS)
         self._urls = UrlReader(settings.url_prefixes, self._reads)
         self._streams: Counter[str] = Counter()  # by tenant
         self._database, self._storage = Database(settings.database), JobStorage(settings.storage)
@@ -76,7 +77,7 @@ class BatchService:
     def close(self) -> None:
         """Wait for running calls and close the database, for all tenants."""
         self._threads.close()
-        self._uploads.close()
+        self._writes.close()
         self._reads.close()
         self._database.close()
 
@@ -237,7 +238,7 @@ class BatchService:
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
         """Store a file. Raises FileTooLargeError or QuotaExceededError."""
         await self.require_accepting()
-        return await self._uploads.run(self._tenant, self._files.write, filename, purpose, pieces)
+        return await self._writes.run(self._tenant, self._files.write, filename, purpose, pieces)
 
     async def file(self, file_id: str) -> FileRecord:
         """Return a file's record. Raises UnknownFileError."""
@@ -251,7 +252,7 @@ class BatchService:
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file. Raises UnknownFileError."""
-        await self._reads.run(self._tenant, self._files.delete, file_id)
+        await self._writes.run(self._tenant, self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
         """Return a file's bytes in pieces. Raises UnknownFileError, or PipelineError if the first piece cannot be read."""

@@ -52,7 +52,11 @@ def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> N
         assert first.draft(3) == (1, 1, 1)
         while len(second.draft(3)) < 3:
             await asyncio.sleep(0)
-        assert port.calls == [([0], []), ([1, 2], [3])]
+        first.close()
+        third.draft(4)
+        while len(third.draft(4)) < 4:
+            await asyncio.sleep(0)
+        assert port.calls == [([0], []), ([1, 2], []), ([2], [0])], "it never knew the one that ended before its first call"
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
