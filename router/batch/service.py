@@ -27,6 +27,7 @@ MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its
 POLL_INTERVAL_S = 0.5
 THREADS, WRITE_THREADS, TENANT_WRITE_THREADS = 8, 4, 3
 MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
+MAX_UPLOADS = 16  # each of which takes as much of the temporary folder as a file may have
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -57,7 +58,7 @@ class BatchService:
         # A file may take long, and calls of the database do not wait for it. Those that write need the database, too.
         self._reads, self._writes = StorageThreads(), StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS)
         self._urls = UrlReader(settings.url_prefixes, self._reads)
-        self._streams: Counter[str] = Counter()  # by tenant
+        self._streams, self._uploads = Counter[str](), Counter[str]()  # by tenant
         self._database, self._storage = Database(settings.database), JobStorage(settings.storage)
         self._bind(KEYLESS)
 
@@ -216,19 +217,32 @@ class BatchService:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Count one stream. Raises OverloadedError if there are too many: one API key may have half of what others leave."""
-        own = self._streams[self._tenant]
-        left = MAX_STREAMS - (self._streams.total() - own)
+        """Count one stream. Raises OverloadedError if there are too many."""
+        with self._counted(self._streams, MAX_STREAMS, "streams of batch jobs are open"):
+            yield
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Count one upload, which has a copy in the temporary folder. Raises OverloadedError if there are too many."""
+        with self._counted(self._uploads, MAX_UPLOADS, "uploads are in progress"):
+            yield
+
+    @contextmanager
+    def _counted(self, counts: Counter[str], most: int, what: str) -> Iterator[None]:
+        """Count one of ``most``, of which one API key may have half of what others leave."""
+        own = counts[self._tenant]
+        left = most - (counts.total() - own)
         if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
             raise OverloadedError(
-                f"{own} of your streams of batch jobs are open, and there is no room for another one; try again later",
+                f"{own} of your {what}, and there is no room for another one (a server process has {most} for all keys); "
+                "try again later",
                 RETRY_AFTER_S,
             )
-        self._streams[self._tenant] += 1
+        counts[self._tenant] += 1
         try:
             yield
         finally:
-            self._streams[self._tenant] -= 1
+            counts[self._tenant] -= 1
 
     async def check_upload(self, num_bytes: int) -> None:
         """Raise PipelineError or QuotaExceededError if a file of this size cannot be accepted now."""
