@@ -216,8 +216,8 @@ class BatchReplica:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._routers.close()
-        self._service.close()
-        self._database.close()
+        await asyncio.to_thread(self._service.close)  # it waits for running calls
+        await asyncio.to_thread(self._database.close)
 
     async def check_health(self) -> None:
         """Raise PipelineError if a task has ended, whose error is logged then; Ray Serve starts another replica."""

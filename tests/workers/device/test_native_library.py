@@ -177,16 +177,22 @@ def test_a_damaged_library_is_compiled_again_once(
     compile_with: Compile,
     noted: tuple[str, Path],
     temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[bytes], bytes],
 ) -> None:
+    """In another folder than where it was compiled: a path that a process has loaded once is not read again."""
     compiler, seen = noted
     (folder,) = temporary.iterdir()
     before = {*folder.iterdir()}
     assert compile_with(compiler).seven() == 111
     (library,) = {*folder.iterdir()} - before
     content = library.read_bytes()
-    library.unlink()  # what is loaded keeps its own
+    elsewhere = temporary.with_name("elsewhere")
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    library = elsewhere / folder.name / library.name
+    library.parent.mkdir(mode=0o700)
     library.write_bytes(damage(content))
     assert compile_with(compiler).seven() == 111
     (warning,) = caplog.records
