@@ -21,7 +21,7 @@ class StorageThreads:
     """``count`` threads for blocking calls, of which one tenant has ``per_tenant`` at most; its further calls wait for these.
 
     Nothing else runs in them: prompts are tokenized in those of the event loop, and the database has its own. A call that
-    hangs counts until it returns, even if nobody waits for it any more.
+    hangs counts until it returns, even if its caller has gone.
     """
 
     def __init__(self, count: int = THREADS, per_tenant: int = TENANT_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:

@@ -137,7 +137,7 @@ class Interrupt(BaseException):
     """Ends what never ends."""
 
 
-def test_the_collector_goes_on_after_every_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_collector_continues_after_every_error(caplog: pytest.LogCaptureFixture) -> None:
     """It logs each kind once, waits longer from one to the next, and begins anew after it has succeeded."""
     results: list[Exception | None] = [
         *(ValueError("a"), ValueError("b"), OSError("c"), JobStoreError("d"), ValueError("e")),

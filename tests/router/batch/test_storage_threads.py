@@ -18,7 +18,7 @@ from tramontane.router.batch.urls import UrlReader
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, offload_if_large
 
 NUM_HANGING = 64  # more than the event loop has threads: 32 at most
-PATIENCE_S = 60.0  # for what fails if it waits at all
+WAIT_TIMEOUT_S = 60.0  # for what fails if it waits at all
 
 
 class Gate:
@@ -79,7 +79,7 @@ def test_a_tenant_has_some_of_the_threads_only(gate: Gate) -> None:
     asyncio.run(scenario())
 
 
-def test_a_call_that_nobody_waits_for_counts_until_it_returns(gate: Gate) -> None:
+def test_a_call_whose_caller_has_gone_counts_until_it_returns(gate: Gate) -> None:
     async def scenario() -> None:
         threads = StorageThreads(5, 2)
         files = [HangingFile(gate), HangingFile(gate)]
@@ -95,7 +95,7 @@ def test_a_call_that_nobody_waits_for_counts_until_it_returns(gate: Gate) -> Non
         assert not any(file.is_closed.is_set() for file in files), "their reads still run"
         gate.open.set()
         await third
-        assert all(file.is_closed.wait(PATIENCE_S) for file in files)
+        assert all(file.is_closed.wait(WAIT_TIMEOUT_S) for file in files)
         threads.close()
 
     asyncio.run(scenario())
@@ -111,7 +111,7 @@ def test_a_file_is_closed_wherever_its_reader_stops(gate: Gate) -> None:
         assert not broken.is_closed.is_set()
         await reading.aclose()
         assert await _read(threads, "own", whole.pieces(3)) == b"piece" * 3
-        assert await asyncio.to_thread(broken.is_closed.wait, PATIENCE_S)
+        assert await asyncio.to_thread(broken.is_closed.wait, WAIT_TIMEOUT_S)
         assert whole.is_closed.is_set()
         threads.close()
 
@@ -204,7 +204,7 @@ def test_prompts_do_not_wait_for_slow_urls(gate: Gate) -> None:
         reader = UrlReader(["hanging://in"])
         reads = [asyncio.create_task(read(reader, str(number % 16))) for number in range(NUM_HANGING)]
         await gate.until(32)
-        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), PATIENCE_S) == "tokens"
+        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S) == "tokens"
         assert gate.num_waiting == 32
         assert all(name.startswith("storage") for name in gate.names)
         gate.open.set()
@@ -226,7 +226,7 @@ def test_prompts_and_other_keys_do_not_wait_for_slow_storage(gate: Gate, tmp_pat
         await gate.until(4)
         reads.append(asyncio.create_task(other.content(files[1].file_id)))
         await gate.until(5)
-        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), PATIENCE_S) == "tokens"
+        assert await asyncio.wait_for(offload_if_large(OFFLOAD_CHARS + 1, lambda: "tokens"), WAIT_TIMEOUT_S) == "tokens"
         assert gate.num_waiting == 5
         gate.open.set()
         for pieces in await asyncio.gather(*reads):

@@ -224,7 +224,7 @@ def test_redirects_end(site: Site) -> None:
 
 
 @pytest.mark.parametrize(("status", "encoding", "words"), [(404, "identity", "404"), (200, "gzip", "compressed")])
-def test_an_error_of_a_server_is_told_without_its_words(site: Site, status: int, encoding: str, words: str) -> None:
+def test_an_error_of_a_server_comes_without_its_words(site: Site, status: int, encoding: str, words: str) -> None:
     site.status, site.encoding = status, encoding
     with pytest.raises(JobRefusedError, match=words) as refused:
         asyncio.run(_read(f"{site.url}/in/a", f"{site.url}/in"))

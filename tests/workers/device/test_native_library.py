@@ -145,7 +145,7 @@ def test_a_folder_that_is_not_this_users_is_not_used(
     caplog: pytest.LogCaptureFixture,
     take: Callable[[Path], None],
 ) -> None:
-    """Whoever made it cannot turn kernels off: a process has a folder of its own then."""
+    """Another user who made it cannot turn kernels off: a process has a folder of its own then."""
     compiler, seen = noted
     (folder,) = temporary.iterdir()
     take(folder)
