@@ -92,12 +92,17 @@ def plan(
     )
     pipeline = _make_plan(args, request, settings.stages_per_gpu if has_gpus else None)
     times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
+    drafts = settings.speculative_config
+    index_bytes = 0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
     if as_json:
         parameters = {"parameters": args.num_parameters, "active_parameters": args.num_active_parameters}
-        print(json.dumps(parameters | plan_as_data(pipeline, budgets, times, experts)))
+        print(json.dumps(parameters | plan_as_data(pipeline, budgets, times, experts, index_bytes)))
         return
     console = Console(highlight=False)
     _show(console, str(model), args, pipeline, budgets, times)
+    if index_bytes:
+        size = format_bytes(index_bytes)
+        console.print(f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory", soft_wrap=True)
     if experts is not None:
         _show_experts(console, experts)
 

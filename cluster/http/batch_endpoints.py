@@ -19,6 +19,7 @@ from tramontane.cluster.http.errors import request_identity
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema
+from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import PIECE
 from tramontane.router.batch.store import StoredJob
@@ -112,6 +113,11 @@ class BatchEndpoints:
         _require_multipart(request.headers.get("content-type", ""))
         service = self._service(request)
         await service.check_upload(min(_min_file_size(request), self._limits.max_bytes))  # before the body is read
+        with service.uploading():
+            record = await self._store(request, service)
+        return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
+
+    async def _store(self, request: Request, service: BatchService) -> FileRecord:
         max_body = self._limits.max_bytes + MULTIPART_OVERHEAD
         parser = MultiPartParser(request.headers, self._bodies.stream(request, max_body), max_files=1, max_fields=MAX_FIELDS)
         try:
@@ -120,10 +126,9 @@ class BatchEndpoints:
             raise JobRefusedError(f"the form cannot be read: {error!s:.200}") from error
         try:
             file = _file_of(form)
-            record = await service.upload(file.filename or "file", "batch", _pieces(file.file))
+            return await service.upload(file.filename or "file", "batch", _pieces(file.file))
         finally:
             await form.close()
-        return JSONResponse(schema.file_answer(record, self._keep_s).as_json())
 
     async def list_files(self, request: Request) -> Response:
         """Answer ``GET /v1/files``."""

@@ -80,7 +80,7 @@ class _Claims:
     async def adopt_or_create(self, prefix: str, new_spec: Callable[[], PipelineSpec], nodes_deadline: float) -> Driven:
         delays = backoff_delays(RETRY_S, MAX_RETRY_S)
         while True:
-            existing = _pipelines(re.escape(prefix))
+            existing = await asyncio.to_thread(_pipelines, re.escape(prefix))
             if (driven := await self._adopt(existing)) is not None:
                 return driven
             try:
@@ -155,7 +155,8 @@ def _evict_older(own_name: str, holder: str, first_number: int) -> EvictCallback
     application = own_name.rsplit("-", 2)[0]
 
     async def evict_one() -> bool:
-        for name in _rotate(_pipelines(f"{re.escape(application)}-{VERSION}"), first_number):
+        names = await asyncio.to_thread(_pipelines, f"{re.escape(application)}-{VERSION}")
+        for name in _rotate(names, first_number):
             if name == own_name or not await _try_claim(name, holder):
                 continue
             if _version_of(name) == _version_of(own_name):
@@ -175,7 +176,7 @@ def _version_of(name: str) -> str:
 async def _try_claim(name: str, holder: str) -> bool:
     """Claim a pipeline's lease and return True if that succeeds; its former router learns that when it renews."""
     try:
-        supervisor = ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
+        supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
         await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
     except (ValueError, RayError):
         return False
@@ -183,7 +184,7 @@ async def _try_claim(name: str, holder: str) -> bool:
 
 
 def _pipelines(prefix: str) -> list[str]:
-    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular expression."""
+    """Return the names of existing pipelines, by version and number; ``prefix`` is a regular expression. It blocks."""
     names = [name.removesuffix(SUPERVISOR_SUFFIX) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")]
     return sorted(names, key=lambda name: (_version_of(name), int(name.rpartition("-")[2])))
 
@@ -191,7 +192,7 @@ def _pipelines(prefix: str) -> list[str]:
 async def _specification(name: str) -> PipelineSpec:
     """Ask a pipeline's supervisor for its specification. Raises LeaseError if the supervisor is gone."""
     try:
-        supervisor = ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
+        supervisor = await asyncio.to_thread(ray.get_actor, name + SUPERVISOR_SUFFIX, NAMESPACE)
         call: Any = supervisor.specification.options(concurrency_group="lease").remote
         spec: PipelineSpec = await call_or_restart(supervisor, call)
     except (ValueError, RayError) as error:

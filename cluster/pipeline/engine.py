@@ -233,7 +233,7 @@ async def _ray_pipeline(
         report(f"joining Ray at {config.address}")
         with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = joined_pipeline_spec(config, args, hardware)
-            check_placeable(spec, read_resources())
+            check_placeable(spec, await asyncio.to_thread(read_resources))
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain, hardware, draft_port(spec)
         return

@@ -53,7 +53,7 @@ async def running_pipeline(
     more. This process removes the pipeline itself, because the supervisor may be restarting or still be loading.
     """
     holder, say = holder or driver_holder_name(), report or (lambda _: None)
-    supervisor = create_supervisor(spec)
+    supervisor = await asyncio.to_thread(create_supervisor, spec)
     try:
         await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="claim").remote(holder))
     except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
@@ -70,7 +70,7 @@ async def running_pipeline(
         renewing.cancel()
         if await _still_holds_lease(spec.supervisor_name, holder):
             say("removing the stages")
-            shut_down_pipeline(spec.name)
+            await asyncio.to_thread(shut_down_pipeline, spec.name)
 
 
 async def _start(
@@ -110,7 +110,7 @@ async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:
     A supervisor that is gone, or does not answer within SUPERVISOR_TIMEOUT_S, counts as True.
     """
     try:
-        supervisor = ray.get_actor(supervisor_name, NAMESPACE)
+        supervisor = await asyncio.to_thread(ray.get_actor, supervisor_name, NAMESPACE)
         async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
             return await renew_lease(supervisor, holder)
     except (RayError, TimeoutError, ValueError):
@@ -118,7 +118,10 @@ async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:
 
 
 def shut_down_pipeline(name: str) -> None:
-    """Remove a pipeline, even one that another router drives: first its supervisor, which could still create stages."""
+    """Remove a pipeline, even one that another router drives: first its supervisor, which could still create stages.
+
+    It blocks.
+    """
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     with suppress(ValueError):  # it is gone
         ray.kill(ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE))

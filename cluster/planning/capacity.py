@@ -140,7 +140,11 @@ def relative_times(costs: Sequence[int], plan: PipelinePlan, budgets: Sequence[S
 
 
 def plan_as_data(
-    plan: PipelinePlan, budgets: tuple[StageBudget, ...], times: Sequence[float], experts: ExpertPlanReport | None = None
+    plan: PipelinePlan,
+    budgets: tuple[StageBudget, ...],
+    times: Sequence[float],
+    experts: ExpertPlanReport | None = None,
+    index_bytes: int = 0,
 ) -> dict[str, object]:
     """Return what the tables of ``tramontane plan`` show, for JSON; sizes in bytes."""
     return {
@@ -151,6 +155,7 @@ def plan_as_data(
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,
         "memory_share": MEMORY_SHARE,
+        "ngram_index_bytes": index_bytes,
         "sequences": [{"tokens": length, "num_seqs": number} for length, number in pipeline_capacity(plan).items()],
         "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
         "stages": [

@@ -5,7 +5,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +46,7 @@ from tramontane.workers.weights.checkpoint import Fingerprint, short_digest
 
 NODE_CHECK_INTERVAL_S = 10.0  # nodes may join at any time
 HOME_FOLDER = ".tramontane"  # in the user's home, created for the first job
-GARBAGE_INTERVAL_S = 60.0
+GARBAGE_INTERVAL_S, MAX_GARBAGE_INTERVAL_S = 60.0, 3600.0
 BATCH_PRIORITY = 1  # of lines; interactive requests have 0
 SECONDS_PER_DAY = 86_400
 
@@ -217,20 +216,42 @@ class BatchReplica:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._routers.close()
-        self._service.close()
-        self._database.close()
+        await asyncio.to_thread(self._service.close)  # it waits for running calls
+        await asyncio.to_thread(self._database.close)
 
     async def check_health(self) -> None:
-        """Raise PipelineError if the runner has ended; Ray Serve then starts another replica."""
-        if self._tasks[0].done():
-            raise PipelineError("the runner of batch jobs has ended")
+        """Raise PipelineError if a task has ended, whose error is logged then; Ray Serve starts another replica."""
+        for task, name in zip(self._tasks, ("the runner of batch jobs", "the collector of old jobs and files"), strict=True):
+            if task.done():
+                error = None if task.cancelled() else task.exception()
+                logger.error("%s has ended, and the replica with it", name, exc_info=error)
+                raise PipelineError(f"{name} has ended")
 
     async def _answer(self, endpoint: Endpoint, body: dict[str, Any], tenant: str) -> dict[str, Any]:
         executor = LineExecutor(self._model, self._chat, LowPriorityTokenSource(self._routers, tenant))
         return await HANDLERS[endpoint](executor, json.dumps(body).encode())
 
     async def _collect_garbage_forever(self) -> None:
-        while True:
-            with suppress(PipelineError):  # the store cannot be used now; the runner logs it
-                await self._service.collect_garbage()
-            await asyncio.sleep(GARBAGE_INTERVAL_S)
+        await repeat_forever(self._service.collect_garbage, "old jobs and files were not deleted")
+
+
+async def repeat_forever(
+    work: Callable[[], Awaitable[None]], complaint: str, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+) -> None:
+    """Call ``work`` every ``GARBAGE_INTERVAL_S``, and less often while it fails, whatever its errors are.
+
+    An error is logged the first time, and again if the work has succeeded since: of defects with the traceback.
+    """
+    pause_s, known = GARBAGE_INTERVAL_S, set[type[Exception]]()
+    while True:
+        try:
+            await work()
+            pause_s = GARBAGE_INTERVAL_S
+            known.clear()
+        except Exception as error:
+            pause_s = min(2 * pause_s, MAX_GARBAGE_INTERVAL_S)
+            if type(error) not in known:
+                is_defect = not isinstance(error, PipelineError)
+                logger.warning("%s; the next attempt is in %.0f s: %s", complaint, pause_s, error, exc_info=is_defect)
+                known.add(type(error))
+        await sleep(pause_s)

@@ -123,7 +123,7 @@ class IngressReplica(GrpcServicer):
 
     async def __del__(self) -> None:
         self._routers.close()
-        self._batches.close()
+        await asyncio.to_thread(self._batches.close)  # it waits for running calls
 
     async def drain(self) -> int:
         """Refuse new requests; return how many have not ended."""

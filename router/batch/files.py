@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from tramontane.proto.errors import FileTooLargeError, JobStoreError, UnknownFil
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.quotas import TenantQuota
 from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.storage_threads import Pieces
 from tramontane.router.batch.tables import Scope, files
 
 Purpose = Literal["batch", "batch_output"]
@@ -91,7 +92,7 @@ class FileStore:
         """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
         self._forget(self.get(file_id))
 
-    def open(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
+    def read(self, record: FileRecord) -> Pieces:
         """Yield a file's bytes in pieces. Raises JobStoreError."""
         return self._storage.read(record.path)
 

@@ -16,11 +16,18 @@ ADD_INTERVAL_S = 10.0  # of a slow submission; well below TAKEOVER_TIMEOUT_S
 
 
 class JobIngest:
-    """Splits, validates and stores the lines of one job, in the threads of jobs."""
+    """Splits, validates and stores the lines of one job, in the threads of jobs. ``is_quoted``: see ``parse_line``."""
 
     def __init__(
-        self, job: StoredJob, submissions: JobSubmissions, threads: JobThreadPool, limits: JobLimits, clock: Callable[[], float]
+        self,
+        job: StoredJob,
+        submissions: JobSubmissions,
+        threads: JobThreadPool,
+        limits: JobLimits,
+        clock: Callable[[], float],
+        is_quoted: bool,
     ) -> None:
+        self._is_quoted = is_quoted
         self._job, self._submissions, self._threads, self._limits, self._clock = job, submissions, threads, limits, clock
         self._splitter, self._digest = LineSplitter(limits.max_line_bytes), hashlib.sha256()
         self._ready: list[InputLine] = []
@@ -72,7 +79,8 @@ class JobIngest:
     def _add(self) -> None:
         """Add the lines that are ready, or record progress if there are none."""
         endpoint, max_bytes = self._job.job.options.endpoint, self._limits.max_line_bytes
-        self._submissions.add_lines(self._job, self._place, [parse_line(line, endpoint, max_bytes) for line in self._ready])
+        parsed = [parse_line(line, endpoint, max_bytes, self._is_quoted) for line in self._ready]
+        self._submissions.add_lines(self._job, self._place, parsed)
         self._place, self._added_at = self._place + len(self._ready), self._clock()
         self._ready, self._ready_bytes = [], 0
 

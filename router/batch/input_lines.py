@@ -106,15 +106,18 @@ class LineSplitter:
         return InputLine(self._number, text)
 
 
-def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int) -> ParsedLine:
-    """Validate a line. A problem is in the result; nothing is raised."""
+def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int, is_quoted: bool = True) -> ParsedLine:
+    """Validate a line. A problem is in the result; nothing is raised.
+
+    ``is_quoted``: problems may repeat parts of the line. Of a text that the client has not sent itself they do not.
+    """
     custom_id = None
     try:
         if raw.text is None:
             raise RequestError(f"it is longer than {format_bytes(max_bytes)}")
         request = _parse_json(raw.text)
         custom_id = _custom_id(request)
-        _check_request(request, endpoint)
+        _check_request(request, endpoint, is_quoted)
         return ParsedLine(raw.number, custom_id, raw.text.decode(), None)
     except RequestError as error:
         return ParsedLine(raw.number, custom_id, None, f"line {raw.number}: {error}")
@@ -144,17 +147,19 @@ def _custom_id(request: dict[str, Any]) -> str:
     return custom_id
 
 
-def _check_request(request: dict[str, Any], endpoint: Endpoint) -> None:
-    if request.get("url", endpoint) != endpoint:
-        raise RequestError(
-            f"url is {request['url']!r:.80}, but the job's endpoint (--endpoint) is {endpoint}; change one of the two"
-        )
-    if request.get("method", "POST") != "POST":
-        raise RequestError(f"method is {request['method']!r:.80}; it must be POST")
+def _check_request(request: dict[str, Any], endpoint: Endpoint, is_quoted: bool) -> None:
+    def quote(value: object, otherwise: str) -> str:
+        return f"{value!r:.80}" if is_quoted else otherwise
+
+    if (url := request.get("url", endpoint)) != endpoint:
+        found = quote(url, "another one")
+        raise RequestError(f"url is {found}, but the job's endpoint (--endpoint) is {endpoint}; change one of the two")
+    if (method := request.get("method", "POST")) != "POST":
+        raise RequestError(f"method is {quote(method, 'another one')}; it must be POST")
     if not isinstance(request.get("body"), dict):
         raise RequestError("body must be a JSON object")
     if unknown := sorted(request.keys() - KEYS):
-        raise RequestError(f"{unknown[0]!r:.80} is not a known key of a line")
+        raise RequestError(f"{quote(unknown[0], 'one of its keys')} is not a known key of a line")
 
 
 def by_prefix(lines: Iterable[Line]) -> list[Line]:

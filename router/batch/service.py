@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
 
-from tramontane.proto.errors import JobRefusedError, OverloadedError, TramontaneError, UnknownJobError
+from tramontane.proto.errors import JobRefusedError, JobStoreError, OverloadedError, TramontaneError, UnknownJobError
 from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.database import Database, JobThreadPool
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
@@ -17,6 +17,7 @@ from tramontane.router.batch.ingest import JobIngest, digest_of_text, digest_of_
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.quotas import RETRY_AFTER_S, TenantQuota
 from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.storage_threads import StorageThreads
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
 from tramontane.router.batch.submissions import JobSubmissions
 from tramontane.router.batch.tables import KEYLESS, Scope
@@ -24,8 +25,9 @@ from tramontane.router.batch.urls import UrlReader
 
 MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
 POLL_INTERVAL_S = 0.5
-THREADS, UPLOAD_THREADS = 8, 4
+THREADS, WRITE_THREADS, TENANT_WRITE_THREADS = 8, 4, 3
 MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
+MAX_UPLOADS = 16  # each of which takes as much of the temporary folder as a file may have
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -52,10 +54,11 @@ class BatchService:
     def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_INTERVAL_S) -> None:
         self.limits = settings.limits
         self._settings, self._clock, self._poll_s = settings, clock, poll_s
-        self._urls = UrlReader(settings.url_prefixes)
         self._threads = JobThreadPool(THREADS)
-        self._upload_threads = JobThreadPool(UPLOAD_THREADS)  # a file may take long, and other calls must not wait for it
-        self._streams: Counter[str] = Counter()  # by tenant
+        # A file may take long, and calls of the database do not wait for it. Those that write need the database, too.
+        self._reads, self._writes = StorageThreads(), StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS)
+        self._urls = UrlReader(settings.url_prefixes, self._reads)
+        self._streams, self._uploads = Counter[str](), Counter[str]()  # by tenant
         self._database, self._storage = Database(settings.database), JobStorage(settings.storage)
         self._bind(KEYLESS)
 
@@ -75,7 +78,8 @@ class BatchService:
     def close(self) -> None:
         """Wait for running calls and close the database, for all tenants."""
         self._threads.close()
-        self._upload_threads.close()
+        self._writes.close()
+        self._reads.close()
         self._database.close()
 
     async def require_accepting(self) -> None:
@@ -94,7 +98,7 @@ class BatchService:
         await self.require_accepting()
         digest = digest_of_url(url)
         if (known := await self._find_by_request_key(request_key, options, None)) is None:
-            return (await self._submit(self._urls.read(url), options, request_key, input_digest=digest)).job
+            return (await self._submit(self._urls.read(url, self._tenant), options, request_key, input_digest=digest)).job
         _check_digest(known, digest)
         return known.job
 
@@ -106,7 +110,7 @@ class BatchService:
         file = await self.file(file_id)
         if file.purpose != "batch":
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
-        return await self._submit(self._files.open(file), options, request_key, file_id)
+        return await self._submit(self._read(file), options, request_key, file_id)
 
     async def _find_by_request_key(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
         """Return the job that a request with this key has created, if its file and options are the same."""
@@ -127,12 +131,13 @@ class BatchService:
         file_id: str | None = None,
         input_digest: str | None = None,
     ) -> StoredJob:
-        """Submit a job. ``input_digest`` replaces the digest of the text."""
+        """Submit a job. ``input_digest`` is that of a URL, and replaces the digest of the text."""
         self._validate(options)
         creating = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
         try:
             job = await asyncio.shield(creating)  # the thread continues in any case, and its job must be deleted then
-            digest = await JobIngest(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
+            is_sent = input_digest is None  # by the client, who may see all of it
+            digest = await JobIngest(job, self._submissions, self._threads, self.limits, self._clock, is_sent).run(pieces)
             return await self._threads.run(self._submissions.accept, job, input_digest or digest)
         except BaseException:  # also if the client has left
             await asyncio.shield(self._discard(creating))
@@ -212,19 +217,32 @@ class BatchService:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Count one stream. Raises OverloadedError if there are too many: one API key may have half of what others leave."""
-        own = self._streams[self._tenant]
-        left = MAX_STREAMS - (self._streams.total() - own)
+        """Count one stream. Raises OverloadedError if there are too many."""
+        with self._counted(self._streams, MAX_STREAMS, "streams of batch jobs are open"):
+            yield
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Count one upload, which has a copy in the temporary folder. Raises OverloadedError if there are too many."""
+        with self._counted(self._uploads, MAX_UPLOADS, "uploads are in progress"):
+            yield
+
+    @contextmanager
+    def _counted(self, counts: Counter[str], most: int, what: str) -> Iterator[None]:
+        """Count one of ``most``, of which one API key may have half of what others leave."""
+        own = counts[self._tenant]
+        left = most - (counts.total() - own)
         if own >= (left if self._tenant == KEYLESS else (left + 1) // 2):
             raise OverloadedError(
-                f"{own} of your streams of batch jobs are open, and there is no room for another one; try again later",
+                f"{own} of your {what}, and there is no room for another one (a server process has {most} for all keys); "
+                "try again later",
                 RETRY_AFTER_S,
             )
-        self._streams[self._tenant] += 1
+        counts[self._tenant] += 1
         try:
             yield
         finally:
-            self._streams[self._tenant] -= 1
+            counts[self._tenant] -= 1
 
     async def check_upload(self, num_bytes: int) -> None:
         """Raise PipelineError or QuotaExceededError if a file of this size cannot be accepted now."""
@@ -234,7 +252,7 @@ class BatchService:
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
         """Store a file. Raises FileTooLargeError or QuotaExceededError."""
         await self.require_accepting()
-        return await self._upload_threads.run(self._files.write, filename, purpose, pieces)
+        return await self._writes.run(self._tenant, self._files.write, filename, purpose, pieces)
 
     async def file(self, file_id: str) -> FileRecord:
         """Return a file's record. Raises UnknownFileError."""
@@ -248,12 +266,21 @@ class BatchService:
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file. Raises UnknownFileError."""
-        await self._threads.run(self._files.delete, file_id)
+        await self._writes.run(self._tenant, self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
         """Return a file's bytes in pieces. Raises UnknownFileError, or PipelineError if the first piece cannot be read."""
-        pieces = self._files.open(await self.file(file_id))
+        pieces = self._read(await self.file(file_id))
         return _with_first(await anext(pieces, b""), pieces)
+
+    async def _read(self, file: FileRecord) -> AsyncGenerator[bytes, None]:
+        """Yield a file's bytes in pieces. Raises JobStoreError."""
+        try:
+            async with aclosing(self._reads.read(self._tenant, self._files.read(file))) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except TimeoutError:
+            raise JobStoreError("the jobs' storage took too long for a file") from None
 
     async def collect_garbage(self) -> None:
         """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``.

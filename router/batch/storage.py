@@ -1,9 +1,8 @@
 """Bytes on local disk or object storage, by fsspec."""
 
-import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,12 +12,13 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tramontane.proto.errors import ConfigError, JobStoreError
+from tramontane.router.batch.storage_threads import Pieces
 
 PIECE = 2**20  # bytes
 
 
 class JobStorage:
-    """A folder at a URL, created by the first write. Methods block, except ``read``. Raises ConfigError for unknown URLs."""
+    """A folder at a URL, created by the first write. Methods block. Raises ConfigError for unknown URLs."""
 
     def __init__(self, url: str) -> None:
         self._filesystem, self._root = open_filesystem(url, "the jobs' storage")
@@ -41,12 +41,10 @@ class JobStorage:
             self._filesystem.makedirs(full_path.rpartition("/")[0], exist_ok=True)
             return StorageFile(self._filesystem.open(full_path, "wb"), is_local=self.folder is not None)
 
-    async def read(self, path: str) -> AsyncGenerator[bytes, None]:
+    def read(self, path: str) -> Pieces:
         """Yield a file's bytes in pieces. Raises JobStoreError, also if the file does not exist."""
         with _storage_errors():
-            file = await asyncio.to_thread(self._filesystem.open, self._full_path(path), "rb")
-            async for piece in read_pieces(file):
-                yield piece
+            yield from read_file(self._filesystem.open(self._full_path(path), "rb"))
 
     def delete(self, path: str) -> None:
         """Delete a file if it exists. Raises JobStoreError."""
@@ -88,13 +86,11 @@ def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSy
     return filesystem, str(path)
 
 
-async def read_pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    """Yield an open file's bytes in pieces, and close it."""
-    try:
-        while piece := await asyncio.to_thread(file.read, PIECE):
+def read_file(file: BinaryIO) -> Pieces:
+    """Yield an open file's bytes in pieces, and close it. It blocks."""
+    with file:
+        while piece := file.read(PIECE):
             yield piece
-    finally:
-        file.close()
 
 
 @contextmanager

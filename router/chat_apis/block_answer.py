@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from tramontane.proto.errors import ParameterError
@@ -76,8 +77,9 @@ class BlockAnswer(ABC):
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[ChatChange], None]:
         """Yield changes as ``Completion.stream`` does."""
-        async for changes in self._chat.stream(source):
-            yield changes
+        async with aclosing(self._chat.stream(source)) as batches:
+            async for changes in batches:
+                yield changes
 
     async def run(self, source: TokenSource, report: ProgressCallback = no_progress) -> dict[str, Any]:
         """Return the whole answer. See ``Completion.collect`` for ``report``."""

@@ -27,6 +27,8 @@ async def run_draft_model(model: DraftPort, queue: DraftQueue, on_drafts: Callab
         drafters, ended = queue.take()
         try:
             answers = await model.draft([drafter.request() for drafter in drafters], ended)
+            if len(answers) != len(drafters):
+                raise PipelineError(f"the draft model has answered {len(answers)} of {len(drafters)} requests")
         except Exception as error:  # also a defect: requests are answered without drafts
             is_expected = isinstance(error, PipelineError)
             logger.warning("The draft model failed, and is called again in %g s: %s", RETRY_S, error, exc_info=not is_expected)

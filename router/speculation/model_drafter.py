@@ -7,7 +7,7 @@ from tramontane.proto.step import DraftRequest
 
 
 class DraftQueue:
-    """The sequences that wait for drafts, and those that have ended since the draft model was called.
+    """The sequences that wait for drafts, and those of the draft model that have ended since it was called.
 
     ``on_request`` is called when the first sequence begins to wait.
     """
@@ -15,6 +15,7 @@ class DraftQueue:
     def __init__(self) -> None:
         self.on_request: Callable[[], None] = lambda: None
         self._waiting: dict[int, ModelDrafter] = {}
+        self._known = set[int]()  # to the draft model; most sequences of a busy server never are
         self._ended: list[int] = []
 
     def add(self, drafter: "ModelDrafter") -> None:
@@ -26,11 +27,14 @@ class DraftQueue:
     def end(self, seq_id: int) -> None:
         """Forget a sequence."""
         self._waiting.pop(seq_id, None)
-        self._ended.append(seq_id)
+        if seq_id in self._known:
+            self._known.remove(seq_id)
+            self._ended.append(seq_id)
 
     def take(self) -> tuple[list["ModelDrafter"], list[int]]:
-        """Remove and return the sequences that wait, and the ids of those that have ended, which are to be forgotten first."""
+        """Remove and return the sequences that wait, and the ids of ended ones, which the model is to forget first."""
         taken = list(self._waiting.values()), self._ended
+        self._known.update(self._waiting)
         self._waiting, self._ended = {}, []
         return taken
 

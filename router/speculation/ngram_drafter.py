@@ -6,7 +6,9 @@ This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-looku
 from collections.abc import Sequence
 from itertools import islice
 
-MAX_INDEXED = 16_384  # n-grams of a sequence, about 250 bytes each; those not seen for longest are dropped where there are more
+from tramontane.proto.plan import MAX_INDEXED_TOKENS
+
+MAX_INDEXED = MAX_INDEXED_TOKENS  # n-grams of a sequence; those not seen for longest are dropped where there are more
 MAX_PLACES = 4  # of an n-gram that are remembered, the last ones
 
 

@@ -3,10 +3,12 @@
 What they compute for one row or token does not depend on the others of the micro-batch.
 """
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import shlex
@@ -15,7 +17,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +31,9 @@ FLAGS = ("-O3", "-march=native", *ARITHMETIC, "-shared", "-fPIC")
 HEADERS = Path(__file__).parent  # where element.h is
 THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
 COMPILE_TIMEOUT_S = 60.0
+DIGEST, DIGEST_BYTES = "sha256", 32  # of a library, which follows it in its file; a loader does not look at it
+
+logger = logging.getLogger(__name__)
 
 
 class CompilerError(Exception):
@@ -43,24 +48,55 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     """
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
     try:
-        library = _folder() / f"{source.stem}-{_short_digest(source_digest(source), *defines)}.so"
-        if not library.exists():
-            with _locked(library.with_suffix(".lock")):
-                if not library.exists():  # another process may have made it by now
-                    _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
+        library = _folder() / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
+        if (kept := _load_kept(library)) is not None:
+            return kept
+        with _locked(library.with_suffix(".lock")):
+            if (kept := _load_kept(library)) is not None:  # another process has made it by now
+                return kept
+            _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
         return ctypes.CDLL(str(library))
     except OSError as error:  # no space, or a folder from which nothing can be executed
         raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
 
 
+def _load_kept(library: Path) -> ctypes.CDLL | None:
+    """Load a library that was kept. None if there is none, or it is damaged, as after a loss of power: it is compiled again."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        if hashlib.new(DIGEST, content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
+            raise OSError("its end is missing, or a part of it has changed")  # to load it may end this process
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        logger.warning("the compiled kernels in %s cannot be loaded and are compiled again: %s", library, one_line(error))
+        library.unlink(missing_ok=True)
+        return None
+
+
 def _folder() -> Path:
-    """Return the folder of libraries. Raises CompilerError if others could write to it: what it has is executed."""
+    """Return the folder of libraries: one that only this user can write to, since what it has is executed."""
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):  # also if it is no folder
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise CompilerError(f"{folder} is not a folder that only this user can write to; remove it")
-    return folder
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_own else _private_folder(folder)
+
+
+@cache
+def _private_folder(instead_of: Path) -> Path:
+    """Return a new folder of this process, which is removed with it."""
+    folder = tempfile.mkdtemp(prefix=f"{instead_of.name}-", dir=instead_of.parent)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning(
+        "%s is not a folder that only this user can write to; remove it. Until then this process compiles kernels in %s",
+        instead_of,
+        folder,
+    )
+    return Path(folder)
 
 
 @contextmanager
@@ -124,6 +160,11 @@ def _compile(command: list[str], library: Path) -> None:
             _run([*command, "-o", str(made), THREADS])
         except CompilerError:  # some compilers have no OpenMP
             _run([*command, "-o", str(made)])
+        with made.open("r+b") as file:
+            content = file.read()
+            file.write(hashlib.new(DIGEST, content).digest())
+            file.flush()
+            os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
         made.replace(library)  # at once: several stages may start together
 
 

@@ -461,6 +461,21 @@ def test_drafts_make_rings_longer_and_sequences_fewer(capsys: pytest.CaptureFixt
     assert without["sequences"][-1]["num_seqs"] > drafted["sequences"][-1]["num_seqs"]
 
 
+@pytest.mark.parametrize(
+    ("length", "num_bytes", "size"), [(1024, 64 * 1024 * 356, "22.2 MiB"), (32_768, 64 * 16_384 * 356, "356 MiB")]
+)
+def test_indexes_of_n_grams_are_part_of_the_plan(
+    capsys: pytest.CaptureFixture[str], length: int, num_bytes: int, size: str
+) -> None:
+    """64 sequences, of each at most 16,384 tokens; for drafts from a model there are none."""
+    drafts = '{"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
+    options: dict[str, Any] = {"gpus": 1, "max_num_seqs": 64, "max_model_len": length}
+    planned = [_planned(capsys, "mistral-7b-v0.1", "80GiB", **options, speculative_config=each) for each in (None, drafts)]
+    assert [each["ngram_index_bytes"] for each in planned] == [0, num_bytes]
+    plan("mistral-7b-v0.1", "80GiB", **options, speculative_config=drafts)
+    assert f"indexes of n-grams for drafts, up to {size} of its machine's memory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])
 def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Promised one after the other, as the router does it."""

@@ -27,6 +27,7 @@ from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpo
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import OverloadedError, RequestError, UnknownJobError
 from tramontane.proto.jobs import JobOptions, JobState
+from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.service import BatchService
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
 from tramontane.router.grpc.servicer import GrpcServicer
@@ -284,6 +285,55 @@ def test_full_storage_is_refused_before_a_body_is_read(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     harness.close()
+
+
+def test_uploads_that_are_not_complete_are_bounded_for_a_key_and_for_all(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a copy in the temporary folder. Of four, a key has half of what others leave; what ends makes room."""
+    monkeypatch.setattr(batch_service, "MAX_UPLOADS", 4)
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + requests(1)
+    form = {"content-type": "multipart/form-data; boundary=b"}
+
+    async def scenario() -> None:
+        async with _server(harness) as server:
+            go_on, num_begun = asyncio.Event(), 0
+
+            async def slow() -> AsyncIterator[bytes]:
+                nonlocal num_begun
+                yield head
+                num_begun += 1
+                await go_on.wait()
+                yield b"\r\n--b--\r\n"
+
+            def begin(user: str, body: AsyncIterator[bytes]) -> "asyncio.Task[httpx.Response]":
+                return asyncio.create_task(server[user].http.post("/v1/files", content=body, headers=form))
+
+            async def begin_and_wait(user: str, count: int) -> "list[asyncio.Task[httpx.Response]]":
+                wanted = num_begun + count
+                tasks = [begin(user, slow()) for _ in range(count)]
+                while num_begun < wanted:
+                    await asyncio.sleep(0)
+                return tasks
+
+            uploads = [*await begin_and_wait("anna", 2), *await begin_and_wait("bert", 1)]
+            for user, own in (("anna", 2), ("bert", 1)):
+                refused = await begin(user, slow())
+                assert refused.status_code == 429
+                assert check_error(refused.content)["message"] == (
+                    f"{own} of your uploads are in progress, and there is no room for another one "
+                    "(a server process has 4 for all keys); try again later"
+                )
+                assert int(refused.headers["retry-after"]) > 0
+            go_on.set()
+            assert [(await upload).status_code for upload in uploads] == [200] * 3
+            broken = await server["anna"].http.post("/v1/files", content=b"nonsense", headers=form)
+            assert broken.status_code == 400
+            assert [(await begin("anna", slow())).status_code for _ in range(4)] == [200] * 4, "one after the other"
+            assert server.service._uploads.total() == 0
+
+    asyncio.run(scenario())
 
 
 def test_a_server_without_keys_has_what_was_made_without_keys(harness: BatchHarness) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +13,15 @@ from starlette.applications import Starlette
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.serving.batch_replica import NODE_CHECK_INTERVAL_S, SingleNodeBatchService, batch_service, job_settings
-from tramontane.proto.errors import PipelineError
+from tramontane.cluster.serving.batch_replica import (
+    NODE_CHECK_INTERVAL_S,
+    BatchReplica,
+    SingleNodeBatchService,
+    batch_service,
+    job_settings,
+    repeat_forever,
+)
+from tramontane.proto.errors import JobStoreError, PipelineError
 from tramontane.proto.jobs import JobOptions
 
 POSTGRES = "postgresql://somewhere/jobs"
@@ -120,3 +128,70 @@ def test_a_storage_is_the_same_from_other_directories(
     monkeypatch.chdir(tmp_path)
     config = EngineConfig.build(None, {"jobs_storage": storage}).with_absolute_paths()
     assert job_settings(config).storage == absolute.format(here=tmp_path)
+
+
+# ---- the collector of old jobs and files
+
+
+class Interrupt(BaseException):
+    """Ends what never ends."""
+
+
+def test_the_collector_continues_after_every_error(caplog: pytest.LogCaptureFixture) -> None:
+    """It logs each kind once, waits longer from one to the next, and begins anew after it has succeeded."""
+    results: list[Exception | None] = [
+        *(ValueError("a"), ValueError("b"), OSError("c"), JobStoreError("d"), ValueError("e")),
+        *(None, ValueError("f"), *[OSError("g")] * 5, None),
+    ]
+    pauses: list[float] = []
+
+    async def work() -> None:
+        if not results:
+            raise Interrupt
+        if (error := results.pop(0)) is not None:
+            raise error
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    with pytest.raises(Interrupt):
+        asyncio.run(repeat_forever(work, "nothing was deleted", sleep))
+    assert pauses == [120, 240, 480, 960, 1920, 60, 120, 240, 480, 960, 1920, 3600, 60]
+    assert [record.getMessage()[-1] for record in caplog.records] == ["a", "c", "d", "f", "g"]
+    assert [bool(record.exc_info) for record in caplog.records] == [*(True, True, False, True, True)]
+    assert caplog.records[0].getMessage() == "nothing was deleted; the next attempt is in 120 s: a"
+
+
+@pytest.mark.parametrize("ended", [None, 0, 1])
+@pytest.mark.parametrize("how", ["returns", "fails", "is cancelled"])
+def test_a_replica_of_which_a_task_has_ended_is_not_healthy(
+    ended: int | None, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(BatchReplica, "__del__")  # which needs all of it
+
+    async def end() -> None:
+        if how == "fails":
+            raise KeyError("a defect")
+        if how == "is cancelled":
+            raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        replica = object.__new__(BatchReplica)
+        forever = asyncio.Event()
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(end() if number == ended else forever.wait()) for number in range(2)
+        ]
+        replica._tasks = tasks
+        await asyncio.sleep(0)
+        if ended is None:
+            await replica.check_health()
+        else:
+            name = ("runner of batch jobs", "collector of old jobs and files")[ended]
+            with pytest.raises(PipelineError, match=f"the {name} has ended"):
+                await replica.check_health()
+            assert ("a defect" in caplog.text) is (how == "fails")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -1,6 +1,7 @@
 """Batch jobs from their lines to their results, with engines that are up to the test."""
 
 import asyncio
+import itertools
 import json
 import os
 import threading
@@ -35,6 +36,7 @@ from tramontane.router.batch.input_lines import COMPARED_CHARACTERS, SEARCHED_CH
 from tramontane.router.batch.outcomes import OutcomeWriter
 from tramontane.router.batch.runner import MAX_TRIES, MAX_WAIT_S, PAGE_SIZE, THREADS, BatchRunner
 from tramontane.router.batch.storage import JobStorage, StorageFile
+from tramontane.router.batch.storage_threads import StorageThreads
 from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
 from tramontane.router.batch.tables import KEYLESS, jobs
 
@@ -733,11 +735,15 @@ def test_a_server_has_so_many_connections_to_the_database_as_it_has_threads_for_
 
     async def scenario() -> None:
         service, runner, go_on = harness.service(), harness.runner(), threading.Event()
-        pools = (service._threads, service._upload_threads, runner._threads, runner._lease_thread, runner._file_thread)
+        pools = (service._threads, service._writes, runner._threads, runner._lease_thread, runner._file_thread)
+        tenants = itertools.cycle("abcd")
         counts, waiting = list[int](), list[asyncio.Task[bool]]()
         for pool in pools:
             before = set(threading.enumerate())
-            waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
+            if isinstance(pool, StorageThreads):
+                waiting += [asyncio.create_task(pool.run(next(tenants), go_on.wait)) for _ in range(20)]
+            else:
+                waiting += [asyncio.create_task(pool.run(go_on.wait)) for _ in range(20)]
             await asyncio.sleep(0)
             counts.append(len(set(threading.enumerate()) - before))
         go_on.set()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -188,6 +189,38 @@ def test_what_an_answer_repeats_of_its_request_counts_for_the_events_that_have_i
             answer.opening()
             answer.events(changes)
         assert [size > 100_000 for size in sizes] == [True, *[False] * (len(sizes) - 2), True]
+
+    asyncio.run(scenario())
+
+
+class WatchedSource(BatchedSource):
+    """Knows whether its answer is being generated."""
+
+    is_open = False
+
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+        self.is_open = True
+        try:
+            async with aclosing(super().generate(specs)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.is_open = False
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("num_read", [1, 2])
+def test_a_stream_that_is_closed_aborts_its_request_at_once(api: str, num_read: int) -> None:
+    """And not when the event loop gets to it: its slot is another request's then."""
+
+    async def scenario() -> None:
+        source = WatchedSource(ANSWERS["text"], [])
+        changes = (await _prepared(api, STATE(), 100)).stream(source)
+        for _ in range(num_read):
+            await anext(changes)
+        assert source.is_open
+        await changes.aclose()
+        assert not source.is_open
 
     asyncio.run(scenario())
 

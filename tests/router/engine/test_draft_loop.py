@@ -52,7 +52,11 @@ def test_what_waits_while_the_model_drafts_goes_together_in_the_next_call() -> N
         assert first.draft(3) == (1, 1, 1)
         while len(second.draft(3)) < 3:
             await asyncio.sleep(0)
-        assert port.calls == [([0], []), ([1, 2], [3])]
+        first.close()
+        third.draft(4)
+        while len(third.draft(4)) < 4:
+            await asyncio.sleep(0)
+        assert port.calls == [([0], []), ([1, 2], []), ([2], [0])], "it never knew the one that ended before its first call"
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
@@ -85,3 +89,33 @@ def test_after_an_error_the_model_is_called_again(monkeypatch: pytest.MonkeyPatc
         "The draft model failed, and is called again in 0 s: the draft model does not answer",
     ]
     assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+
+
+def test_an_answer_of_another_length_does_not_end_the_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(draft_loop, "RETRY_S", 0.0)
+
+    class Short(Port):
+        async def draft(self, requests: Sequence[DraftRequest], ended: Sequence[int]) -> list[tuple[int, ...] | None]:
+            answers = await super().draft(requests, ended)
+            return answers if len(self.calls) > 1 else []
+
+    async def scenario() -> None:
+        port, queue, woken = Short(), DraftQueue(), asyncio.Event()
+        port.gate.set()
+        running = asyncio.create_task(run_draft_model(port, queue, woken.set))
+        await asyncio.sleep(0)
+        tokens = [5]
+        drafter = ModelDrafter(tokens, 0, SamplingParams(), 3, 99, queue)
+        drafter.draft(3)
+        await woken.wait()
+        tokens.append(6)
+        while len(drafter.draft(3)) < 3:
+            await asyncio.sleep(0)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert "has answered 0 of 1 requests" in caplog.text

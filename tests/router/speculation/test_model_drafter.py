@@ -140,6 +140,8 @@ def test_a_sequence_that_has_ended_waits_no_longer_and_is_forgotten() -> None:
     queue = DraftQueue()
     drafter, other = _drafter(queue, [5]), _drafter(queue, [6], seq_id=8)
     drafter.draft(1)
+    queue.take()[0][0].receive((1,))
+    drafter.draft(2)
     other.draft(1)
     drafter.close()
     assert queue.take() == ([other], [7])
@@ -175,3 +177,33 @@ def test_all_drafts_are_what_the_model_drafts_after_the_text(data: st.DataObject
             drafter.draft(3)
             _answer(queue, model)
         assert len(drafter.draft(3)) == 3, number
+
+
+def test_sequences_that_the_model_does_not_know_leave_no_ids() -> None:
+    """As on a server that is too busy for drafts: neither those that never asked nor those that no call has taken."""
+    queue, model = DraftQueue(), FakeModel()
+    for seq_id in range(1000):
+        drafter = _drafter(queue, [1, 2, 3], seq_id)
+        if seq_id % 2:
+            drafter.draft(2)
+        drafter.close()
+    assert queue.take() == ([], [])
+    known = _drafter(queue, [1, 2, 3], 1000)
+    known.draft(2)
+    _answer(queue, model)
+    known.close()
+    known.close()
+    assert queue.take() == ([], [1000])
+    assert queue.take() == ([], [])
+
+
+def test_a_sequence_that_ends_during_its_call_is_forgotten_with_the_next_one() -> None:
+    queue, model = DraftQueue(), FakeModel()
+    drafter = _drafter(queue, [1, 2, 3])
+    drafter.draft(2)
+    (waiting,), ended = queue.take()
+    drafter.close()
+    waiting.receive(model.draft([waiting.request()], ended)[0])
+    assert model.texts.keys() == {7}
+    _answer(queue, model)
+    assert model.texts == {}

@@ -1,12 +1,14 @@
 """Drafts from the text itself, against a plain search."""
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tramontane.proto.plan import SpeculativeConfig
 from tramontane.router.speculation import ngram_drafter
 from tramontane.router.speculation.ngram_drafter import MAX_PLACES, NgramDrafter
 
@@ -89,3 +91,22 @@ def test_memory_is_bounded_and_what_was_not_seen_for_longest_is_dropped(monkeypa
         text += last
         drafter.index(999)
         assert drafter.draft(1) == follower
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10])
+@pytest.mark.parametrize(("period", "num_periods"), [(40_000, 1), (16_000, 5)])
+def test_an_index_takes_no_more_than_is_planned(size: int, period: int, num_periods: int) -> None:
+    """A text that does not repeat itself, and one in which as many n-grams as are kept stand in as many places as are."""
+    draw = random.Random(size)
+    tokens = [draw.randrange(32_000) for _ in range(period)] * num_periods
+    planned = SpeculativeConfig(5, size, size).index_bytes(1, len(tokens))
+    drafter = NgramDrafter([], size, size)
+    drafter._tokens = tokens
+    tracemalloc.start()
+    try:
+        while drafter.index(1000):
+            pass
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (0.3 if num_periods == 1 else 0.6) * planned < used <= planned

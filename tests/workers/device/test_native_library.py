@@ -1,5 +1,8 @@
 """Kernels in C are compiled by what the machine has, and kept; if it has nothing, one line says what to install."""
 
+import hashlib
+import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable
@@ -119,16 +122,94 @@ def test_what_is_compiled_is_kept_until_something_changes(
     assert [path.suffix for path in folder.iterdir()] == [".so"] * 5, "and the one of cc itself; nothing else is left"
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(compile_with: Compile, noted: tuple[str, Path], temporary: Path) -> None:
-    (folder,) = temporary.iterdir()
+def _group_writable(folder: Path) -> None:
     folder.chmod(0o770)
-    with pytest.raises(CompilerError, match=r"is not a folder that only this user can write to; remove it$"):
-        compile_with(noted[0])
-    folder.chmod(0o700)
-    folder.rename(temporary / "elsewhere")
-    folder.symlink_to(temporary / "elsewhere")
-    with pytest.raises(CompilerError, match="only this user"):
-        compile_with(noted[0])
+
+
+def _of_another_user(folder: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give a folder away")
+    os.chown(folder, 12345, 12345)
+
+
+def _a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def _a_dangling_link(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
+def _a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("x", encoding="utf-8")
+
+
+@pytest.mark.parametrize("take", [_group_writable, _of_another_user, _a_link, _a_dangling_link, _a_file])
+def test_a_folder_that_is_not_this_users_is_not_used(
+    compile_with: Compile,
+    noted: tuple[str, Path],
+    temporary: Path,
+    caplog: pytest.LogCaptureFixture,
+    take: Callable[[Path], None],
+) -> None:
+    """Another user who made it cannot turn kernels off: a process has a folder of its own then."""
+    compiler, seen = noted
+    (folder,) = temporary.iterdir()
+    take(folder)
+    known = {*temporary.iterdir()}
+    before = {path for each in known if each.is_dir() for path in each.iterdir()}
+    assert compile_with(compiler).seven() == compile_with(compiler).seven() == 111
+    (private,) = {*temporary.iterdir()} - known
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert len([*private.iterdir()]) == 1
+    assert {path for each in known if each.is_dir() for path in each.iterdir()} == before, "nothing was read or written there"
+    assert len(seen.read_text(encoding="utf-8").splitlines()) == 1, "once per process"
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert f"{folder} is not a folder that only this user can write to; remove it" in warning.getMessage()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "its first half": lambda content: content[: len(content) // 2],
+    "all but its last byte": lambda content: content[:-1],
+    "nothing": lambda content: b"",
+    "a changed byte": lambda content: content[:999] + bytes([content[999] ^ 1]) + content[1000:],
+    "zeros": lambda content: b"\x7fELF" + bytes(100),
+    "whole, but no library": lambda content: b"x" + hashlib.sha256(b"x").digest(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_library_is_compiled_again_once(
+    compile_with: Compile,
+    noted: tuple[str, Path],
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    """In another folder than where it was compiled: a path that a process has loaded once is not read again."""
+    compiler, seen = noted
+    (folder,) = temporary.iterdir()
+    before = {*folder.iterdir()}
+    assert compile_with(compiler).seven() == 111
+    (library,) = {*folder.iterdir()} - before
+    content = library.read_bytes()
+    elsewhere = temporary.with_name("elsewhere")
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    library = elsewhere / folder.name / library.name
+    library.parent.mkdir(mode=0o700)
+    library.write_bytes(damage(content))
+    assert compile_with(compiler).seven() == 111
+    (warning,) = caplog.records
+    assert f"the compiled kernels in {library} cannot be loaded and are compiled again" in warning.getMessage()
+    assert library.stat().st_size == len(content)
+    assert compile_with(compiler).seven() == 111
+    assert len(seen.read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_what_cannot_be_loaded_is_an_error_of_one_line(compile_with: Compile, tmp_path: Path, temporary: Path) -> None:

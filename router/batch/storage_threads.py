@@ -1,0 +1,85 @@
+"""Threads for the jobs' storage and for URLs of clients, slow as these may be."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS, TENANT_THREADS = 32, 4
+READ_TIMEOUT_S = 3600.0  # of all the waiting for one file: 4 GiB at 1.2 MB/s
+
+Pieces = Generator[bytes, None, None]
+
+
+class StorageThreads:
+    """``count`` threads for blocking calls, of which one tenant has ``per_tenant`` at most; its further calls wait for these.
+
+    Nothing else runs in them: prompts are tokenized in those of the event loop, and the database has its own. A call that
+    hangs counts until it returns, even if its caller has gone.
+    """
+
+    def __init__(self, count: int = THREADS, per_tenant: int = TENANT_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
+        assert 0 < per_tenant < count
+        self._per_tenant, self._timeout_s = per_tenant, timeout_s
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="storage")
+        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # as long as a call of the tenant has it
+
+    async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking call in a thread."""
+        return await asyncio.wrap_future(await self._start(tenant, lambda: call(*args, **kwargs)))
+
+    async def read(self, tenant: str, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+        """Yield what a blocking generator yields, up to its first empty piece, and close it in any case.
+
+        Raises TimeoutError once it has been waited for ``timeout_s`` in all, and what the generator raises.
+        """
+        loop = asyncio.get_running_loop()
+        step: Future[bytes] | None = None
+        left_s = self._timeout_s
+        try:
+            while True:
+                begun_at = loop.time()
+                async with asyncio.timeout(left_s):
+                    step = await self._start(tenant, lambda: next(pieces, b""))
+                    piece = await asyncio.wrap_future(step)
+                if not piece:
+                    return
+                left_s -= loop.time() - begun_at
+                yield piece
+        finally:
+            self._close(pieces, step)
+
+    def close(self) -> None:
+        """Wait for running calls, and drop the others."""
+        self._pool.shutdown(cancel_futures=True)
+
+    async def _start(self, tenant: str, call: Callable[[], T]) -> Future[T]:
+        loop = asyncio.get_running_loop()
+        free = self._free.setdefault(tenant, asyncio.Semaphore(self._per_tenant))
+        await free.acquire()
+        try:
+            future = self._pool.submit(call)
+        except BaseException:
+            free.release()
+            raise
+
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and all who waited with it
+                loop.call_soon_threadsafe(free.release)
+
+        future.add_done_callback(release)
+        return future
+
+    def _close(self, pieces: Pieces, step: Future[bytes] | None) -> None:
+        """Close a generator in a thread, after the step of it that runs."""
+        if step is not None and not step.done():
+            step.add_done_callback(lambda _: pieces.close())
+        elif inspect.getgeneratorstate(pieces) != inspect.GEN_CLOSED:
+            with suppress(RuntimeError):  # no further call is accepted: the process ends
+                self._pool.submit(pieces.close)
