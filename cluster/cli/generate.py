@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 from typing import Annotated
 
-import psutil
 import typer
 from rich.segment import Segments
 
+from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
@@ -73,7 +73,7 @@ async def run_generate(
 
     Raises UserError before anything is started if one of the prompts cannot be served.
     """
-    started_at = psutil.Process().create_time()
+    started_at = time.monotonic() - process_age_s()
     colors = None
     if show_experts is not None:
         colors = TokenColors(show_experts, check_layer(config, show_experts))
@@ -81,7 +81,7 @@ async def run_generate(
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     config = sized_for_prompts(config.single_pipeline(), prompt_ids, sampling.max_tokens)
     async with open_engine(config, display.report, show_loading=display.loading) as engine:
-        ready_at = time.time()
+        ready_at = time.monotonic()
         display.note_in_terminal(cache_note(engine.plan))
         devices = await engine.list_devices() if config.json_output else ()
         display.start([prompt.text for prompt in prompts], colors)
@@ -117,7 +117,7 @@ class _GenerateRun:
         experts: list[ExpertChoices] = []
         finish = None
         async for batch in self.engine.router.generate([SequenceRequest(prompt_ids, self.sampling)]):
-            self.first_token_at = min(self.first_token_at, time.time())
+            self.first_token_at = min(self.first_token_at, time.monotonic())
             token_ids += [event.token_id for event in batch.events]
             experts += batch.experts
             finish = batch.events[-1].finish

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
-import psutil
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
@@ -17,6 +16,7 @@ from ray.serve.config import HTTPOptions
 from tramontane.cluster.actors.pipeline_spec import STAGE_SUFFIX, SUPERVISOR_SUFFIX
 from tramontane.cluster.actors.supervisor_client import send_heartbeats
 from tramontane.cluster.actors.worker_actor import actor_names
+from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.common.signals import SignalCounter
 from tramontane.cluster.config.api_keys import ApiKeys
@@ -110,13 +110,12 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     check_job_storage(config)
     cluster = _own_cluster if config.address is None else _joined_cluster
     with cluster(config, report, show_loading) as (has_grpc, dashboard):
-        started_at = psutil.Process().create_time()
         host = format_host(ALL_INTERFACES.get(config.host, config.host))
         url = f"http://{host}:{config.port}"
         _wait_until_healthy(url)
         grpc = f"{host}:{config.grpc_port}" if has_grpc else None
         num_stages = len(actor_names(rf"{OUR_PIPELINES}{STAGE_SUFFIX}\d+")) // config.replicas
-        ready = ReadyInfo(url, grpc, config, num_stages, time.time() - started_at, dashboard)
+        ready = ReadyInfo(url, grpc, config, num_stages, process_age_s(), dashboard)
         with SignalCounter() as signals:
             with report_losses(OUR_PIPELINES, logger.warning):
                 announce(ready)
