@@ -39,7 +39,8 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
 def newest_epoch(stages: list[ActorHandle[Any]]) -> int:
     """Return the newest epoch that any stage accepts, -1 if none was fenced. Raises Ray's errors, GetTimeoutError among them."""
     asked = [stage.health.options(concurrency_group="control").remote() for stage in stages]
-    return max(health.epoch for health in ray.get(asked, timeout=INTERRUPT_TIMEOUT_S))
+    healths: list[StageHealth] = ray.get(asked, timeout=INTERRUPT_TIMEOUT_S)
+    return max(health.epoch for health in healths)
 
 
 def _wait_for(refs: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
