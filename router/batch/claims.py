@@ -138,7 +138,7 @@ class JobClaimStore:
         seen change has not before. So runners need not agree on the time, and a clock that is set ends no living runner's
         lease. Only of a lease that was never seen to change the time that stands in it counts as well, so that a runner that
         starts need not wait: it has expired if that has passed, or is further away than two leases, which no clock within
-        one lease of this one has written.
+        one lease of this one has written. The same holds for leases of its own, as it renews no others than those of ``running``.
         """
         held = self._database.read(select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(where))
         leases = {row.number: _lease(row) for row in held if row.owner is not None}
@@ -147,7 +147,10 @@ class JobClaimStore:
             number: lease
             for number, lease in leases.items()
             if seen[number].seconds > self.lease_s
-            or (not seen[number].has_changed and not now <= lease.leased_until <= now + 2 * self.lease_s)
+            or (
+                (not seen[number].has_changed or lease.owner == self.owner)
+                and not now <= lease.leased_until <= now + 2 * self.lease_s
+            )
         }
 
     def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
