@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -151,6 +151,9 @@ bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Bat
 
 chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: lost, repeated and different tokens, and pauses of streams
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
+
+bench-clocks: $(STAMP)  ## wall clocks that are set by an hour while streams run: failed requests, other tokens, throughput
+	$(BIN)/python tests/bench/clock_jumps.py
 
 ray-up: $(STAMP)  ## ray up on three hosts with sshd, one of which is lost while the cluster serves (needs root, openssh-server and rsync)
 	$(BIN)/python -m pytest -q -s tests/ray_up.py

@@ -137,7 +137,7 @@ class StageTiming(NamedTuple):
     """Work of one stage for one micro-batch, by the stage's own clock."""
 
     stage_id: int
-    started_at: float  # seconds since 1970
+    started_at: float  # seconds since 1970 by ``steady_clock``: a stage's times never go back
     busy_s: float  # in which the stage computed
     num_tokens: int
     elapsed_s: float = 0.0  # from start to end, longer than ``busy_s`` if expert actors run the experts

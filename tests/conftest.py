@@ -54,6 +54,28 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(1)
 
 
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture(autouse=True)
+def policy_failures() -> Iterator[list[logging.LogRecord]]:
+    """Fail a test in which the scheduling policy failed: no request fails with it, so nothing else would show it.
+
+    A test that makes a policy fail takes the records out of this list. Routers of other processes: see ``router_stats``.
+    """
+    handler, guard = _Records(), logging.getLogger("tramontane.router.scheduling.guarded_policy")
+    guard.addHandler(handler)
+    yield handler.records
+    guard.removeHandler(handler)
+    assert not handler.records, logging.Formatter().format(handler.records[0])
+
+
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """Give our loggers and those of Ray Serve the handlers back that they had: a command sets them for its process."""

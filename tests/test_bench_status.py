@@ -232,6 +232,17 @@ def _chaos(
     return {"_running_cluster": nullcontext_of(), "_chaos": _returns_later(report)}
 
 
+def _clock_jumps(_bench: Any, failed: int = 0, different: int = 0, recoveries: int = 0, after: float = 0.98) -> Patches:  # noqa: ANN401
+    report = {"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "recoveries": recoveries}
+    report["ratios"] = report["processor_ratios"] = {"nothing": [0.5], "a stage": [0.1, after, 9.9]}
+    patches = {
+        "settable_clocks": nullcontext_of(),
+        "local_ray_cluster": nullcontext_of(),
+        "running_application": nullcontext_of(),
+    }
+    return {**patches, "_run": _returns_later(report)}
+
+
 def _soak(_bench: Any, failed: int = 0, different: int = 0, close_calls: int = 0, not_back: int = 0) -> Patches:  # noqa: ANN401
     lists = {"failed": ["kind: x"] * failed, "different": ["x"] * different, "close_calls": ["x"] * close_calls}
     lists |= {"not_back": ["x"] * not_back}
@@ -410,6 +421,7 @@ CASES = {
             *({"router_pause": 6.01}, {"stage_seen": 0.51}, {"stage_median": 0.51}, {"stop_seen": 1.01}, {"raylet_seen": 6.01}),
         ],
     ),
+    "clock_jumps": Case(_clock_jumps, [{"failed": 1}, {"different": 1}, {"recoveries": 1}, {"after": 0.979}]),
     "soak": Case(_soak, [{"failed": 1}, {"different": 1}, {"close_calls": 1}, {"not_back": 1}]),
     "rolling": Case(_rolling, [{"failed": 1}, {"different": 1}]),
     "autoscale": Case(_autoscale, [{"failed": 1}, {"different": 1}, {"left": 1}]),

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.actors.worker_actor import WorkerHealth
+from tramontane.cluster.common.process_age import process_age_s
 from tramontane.cluster.ray_internals.accessors import actor_state
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
@@ -127,10 +127,10 @@ def _kill(pid: int, min_age_s: float) -> bool:
     """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old enough."""
     try:
         process = psutil.Process(pid)
-        is_old = time.time() - process.create_time() >= min_age_s or process.status() == psutil.STATUS_STOPPED
+        is_old = process_age_s(pid) >= min_age_s or process.status() == psutil.STATUS_STOPPED
         if is_old and process.cmdline()[0].startswith("ray::"):
             os.kill(pid, signal.SIGKILL)
             return True
-    except (psutil.Error, IndexError, ProcessLookupError):
+    except (psutil.Error, IndexError, OSError):
         pass
     return False

@@ -36,6 +36,13 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
         _connect_links(stages, epoch)
 
 
+def newest_epoch(stages: list[ActorHandle[Any]]) -> int:
+    """Return the newest epoch that any stage accepts, -1 if none was fenced. Raises Ray's errors, GetTimeoutError among them."""
+    asked = [stage.health.options(concurrency_group="control").remote() for stage in stages]
+    healths: list[StageHealth] = ray.get(asked, timeout=INTERRUPT_TIMEOUT_S)
+    return max(health.epoch for health in healths)
+
+
 def _wait_for(refs: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
     """Wait for calls while all stages answer health checks, as stages that load do; one that does not answer raises."""
     deadline = time.monotonic() + FENCE_TIMEOUT_S

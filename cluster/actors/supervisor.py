@@ -29,9 +29,15 @@ from tramontane.cluster.actors.pipeline_spec import (
     delete_expert_plan,
 )
 from tramontane.cluster.actors.stage_actor import create_stage
-from tramontane.cluster.actors.stage_control import fence_stages, find_stage_actors, find_worker_actors, recover_lease
+from tramontane.cluster.actors.stage_control import (
+    fence_stages,
+    find_stage_actors,
+    find_worker_actors,
+    newest_epoch,
+    recover_lease,
+)
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.deployments import is_superseded
+from tramontane.cluster.common.deployments import DeploymentWatch
 from tramontane.cluster.common.ray_api import avoid_head_node
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
@@ -64,6 +70,7 @@ class Supervisor:
         self._is_removing = False
         self._leases = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
         self._launcher_seen_at = time.monotonic()
+        self._deployments = DeploymentWatch(spec.application.name) if spec.application else None
         threading.Thread(target=self._reap_if_abandoned, daemon=True).start()
 
     def __repr__(self) -> str:
@@ -97,11 +104,15 @@ class Supervisor:
         yielding = self._yielding_to(holder)
         with self._lock:
             self._leases.claim(holder, time.monotonic(), yielding)
-            # If all record of the last epoch is lost with the stages, the clock still gives a higher one.
-            epoch = self._leases.next_epoch(floor=time.time_ns() // 1_000_000)
         stages = find_stage_actors(self.spec)
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
+        # This process may have begun without an answer of the stages, on a machine whose clock is behind. If all record of the
+        # last epoch is lost, also with the stages, any other number is as good: the clock gives one.
+        floor = max(newest_epoch(stages), time.time_ns() // 1_000_000)
+        with self._lock:
+            self._leases.claim(holder, time.monotonic(), yielding)  # again: another router may have come in between
+            epoch = self._leases.next_epoch(floor)
         fence_stages(stages, epoch, holder, self.spec.link)
         return epoch
 
@@ -184,7 +195,7 @@ class Supervisor:
                 if is_orphaned:
                     assert application is not None
                     delete_application(application)
-                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(application, last)):
+                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(self._deployments, last)):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be ending as well
                 retry_s = WATCH_INTERVAL_S
@@ -260,13 +271,13 @@ def is_head_alive() -> bool:
     return time.monotonic() - called_at < HEAD_ANSWER_TIMEOUT_S
 
 
-def may_be_claimed(application: OwnerApplication | None, last: Lease | None) -> bool:
+def may_be_claimed(deployments: DeploymentWatch | None, last: Lease | None) -> bool:
     """Return True if a router of a living application may still claim its pipeline; a newer deployment's would have."""
     from ray import serve  # rarely needed, and slow to import
 
-    if application is None or application.name not in serve.status().applications:
+    if deployments is None or deployments.application not in serve.status().applications:
         return False
-    return last is None or not is_superseded(application.name, deployment_of(last.holder))
+    return last is None or not deployments.is_superseded(deployment_of(last.holder))
 
 
 def delete_application(application: OwnerApplication) -> None:

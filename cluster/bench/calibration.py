@@ -1,7 +1,6 @@
 """Calibration of the pipeline model of ``tramontane simulate`` on real stages."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +10,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.cluster.pipeline.load_progress import ShowLoading
 from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import CostModel
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
@@ -57,6 +57,11 @@ class PolicyRecorder:
         self.overlaps_chunks = policy.overlaps_chunks
         self.steps: list[Step] = []
 
+    @property
+    def max_in_flight(self) -> int:
+        """That of the wrapped policy."""
+        return self._policy.max_in_flight
+
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """Return the budget of the wrapped policy."""
         return self._policy.choose_budget(state)
@@ -65,6 +70,10 @@ class PolicyRecorder:
         """Record a micro-batch."""
         self.steps.append((work, tuple(timings)))
         self._policy.observe(budget, work, timings)
+
+    def restart(self) -> None:
+        """Let the wrapped policy begin anew."""
+        self._policy.restart()
 
     def seconds(self, work: BatchWork) -> float:
         """Return what the wrapped policy does."""
@@ -93,7 +102,7 @@ async def calibrate(
         for number, requests in enumerate(arrivals, start=1):
             report(f"calibrating on {num_stages} real stages, run {number} of {len(arrivals)}")
             recorder = PolicyRecorder(candidate.make(num_stages))
-            engine.router.scheduler.policy = recorder
+            engine.router.scheduler.policy.policy = recorder
             traces.append(await _run(engine, requests, recorder))
             steps.append(recorder.steps)
     costs = CostModel(num_stages, decay=1.0)
@@ -123,18 +132,18 @@ def hop_seconds(steps: Sequence[Step]) -> float:
 
 async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
     vocab_size = engine.plan.args.vocab_size
-    started, backlog_until = time.time(), 0.0
+    started, backlog_until = steady_time(), 0.0
 
     async def run_one(number: int, arrival: SimRequest) -> tuple[float, ...]:
         nonlocal backlog_until
-        await asyncio.sleep(max(started + arrival.at - time.time(), 0.0))
+        await asyncio.sleep(max(started + arrival.at - steady_time(), 0.0))
         prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
         sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0, ignore_eos=True)
         times: list[float] = []
         async for batch in engine.router.generate([SequenceRequest(prompt, sampling)]):
-            times += [time.time() - started] * len(batch.events)
+            times += [steady_time() - started] * len(batch.events)
             if engine.router.scheduler.num_waiting:
-                backlog_until = time.time() - started
+                backlog_until = steady_time() - started
         return tuple(times)
 
     token_times = await asyncio.gather(*(run_one(number, arrival) for number, arrival in enumerate(arrivals)))

@@ -26,10 +26,25 @@ def number_deployment(application: str, build_id: str) -> int:
     return deployed_at
 
 
-def is_superseded(application: str, deployed_at: int) -> bool:
-    """Return True if a newer deployment is recorded, less than TTL_NS ago: routers of one that failed to load never come."""
-    newest = newest_deployment(application)
-    return newest > deployed_at and time.time_ns() - newest < TTL_NS
+class DeploymentWatch:
+    """Notices newer deployments of an application.
+
+    A deployment counts for TTL_NS, as routers of one that failed to load never come. How old it is already is read from the
+    wall clock once, when this process sees it first; from then on the monotonic clock counts. A deployment of a machine whose
+    clock is ahead is as if it were new.
+    """
+
+    def __init__(self, application: str) -> None:
+        self.application = application
+        self._newest = self._counts_until_ns = 0
+
+    def is_superseded(self, deployed_at: int) -> bool:
+        """Return True if a newer deployment is recorded, and counts."""
+        newest = newest_deployment(self.application)
+        if newest != self._newest:
+            age_ns = max(time.time_ns() - newest, 0)
+            self._newest, self._counts_until_ns = newest, time.monotonic_ns() + TTL_NS - age_ns
+        return newest > deployed_at and time.monotonic_ns() < self._counts_until_ns
 
 
 def mark_drained(application: str) -> None:

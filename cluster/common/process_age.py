@@ -1,24 +1,17 @@
-"""For how long a process has been running, by a clock that nobody sets.
-
-psutil's ``create_time`` is in whole seconds of the machine's start, and moves when the wall clock is set.
-"""
+"""The age of a process, whatever happens to the wall clock."""
 
 import os
 import time
 from pathlib import Path
 
-import psutil
-
 
 def process_age_s(pid: int | None = None) -> float:
-    """Return for how many seconds a process, or this one, has been running. Raises psutil.NoSuchProcess.
+    """Return the seconds since a process began, by default this one. Raises OSError if there is none.
 
-    Field 22 of proc_pid_stat(5) is the start in ticks since the machine's start: 123,456 of 100 per second are 1,234.56 s. The
-    second field, the command in parentheses, may contain spaces and parentheses.
+    The kernel has the start in ticks since boot (``man proc_pid_stat``, field 22), and a clock that counts them: psutil's
+    ``create_time`` is the wall clock's, so that a process would age by an hour with it, or never become old. It is also in
+    whole seconds of the time of the boot.
     """
-    try:
-        stat = Path(f"/proc/{'self' if pid is None else pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise psutil.NoSuchProcess(os.getpid() if pid is None else pid) from error
-    fields_from_3 = stat.rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields_from_3[22 - 3]) / os.sysconf("SC_CLK_TCK")
+    stat = Path(f"/proc/{os.getpid() if pid is None else pid}/stat").read_text(encoding="utf-8", errors="replace")
+    started_ticks = int(stat.rpartition(")")[2].split()[19])  # the name, in brackets, may have spaces; field 3 follows it
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK"), 0.0)

@@ -1,7 +1,6 @@
 """``GET /activity``: the recent micro-batches of every pipeline."""
 
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -11,6 +10,7 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import ParameterError
+from tramontane.proto.steady_clock import steady_time
 from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity, PipelineActivity
 
@@ -48,7 +48,7 @@ class ActivityEndpoint:
         check_query(request.query_params, "after")
         after = _parse_after(request.query_params.getlist("after"))
         pipelines = await self._get_activity(after)
-        activity = Activity(now=time.time(), pipelines=pipelines)
+        activity = Activity(now=steady_time(), pipelines=pipelines)
         return Response(activity.model_dump_json(), media_type="application/json")
 
 

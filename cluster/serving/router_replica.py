@@ -15,7 +15,7 @@ from ray import serve
 from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
-from tramontane.cluster.common.deployments import is_superseded, number_deployment
+from tramontane.cluster.common.deployments import DeploymentWatch, number_deployment
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import ExpertLoad, per_expert
@@ -67,7 +67,7 @@ class RouterReplica:
         self._acquiring: asyncio.Task[Driven] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
         deployed_at = number_deployment(application.name, build_id)  # before routers of an older one lose their pipelines
-        self._application, self._deployed_at = application.name, deployed_at
+        self._deployments, self._deployed_at = DeploymentWatch(application.name), deployed_at
         self._acquiring = asyncio.create_task(self._exit.enter_async_context(self._pipeline(fingerprint, application)))
         self._spec, self._chain = await self._acquiring
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
@@ -125,7 +125,7 @@ class RouterReplica:
 
     async def _is_superseded(self) -> bool:
         """Return whether routers of a later deployment are starting or running."""
-        return await asyncio.to_thread(is_superseded, self._application, self._deployed_at)
+        return await asyncio.to_thread(self._deployments.is_superseded, self._deployed_at)
 
     async def is_ready(self) -> tuple[bool, str]:
         """Return whether this router makes progress, and its name. Concurrent calls share one check of the stages."""
@@ -242,6 +242,7 @@ class RouterReplica:
             "pages_held": scheduler.allocator.num_held,
             "steps": scheduler.num_steps,
             "preempted": scheduler.num_preempted,
+            "policy_failure": scheduler.policy.failure,
             "recoveries": self._router.health.num_recoveries,
             "last_recovery": self._router.health.last_recovery and asdict(self._router.health.last_recovery),
             "step_limit_s": self._router.step_limit_s,

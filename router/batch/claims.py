@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, bindparam, delete, func, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.jobs import Endpoint, JobState
+from tramontane.router.batch.change_watch import ChangeWatch
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
@@ -44,6 +45,14 @@ class PendingLine(NamedTuple):
     text: str
 
 
+class Lease(NamedTuple):
+    """The lease of a job as it stands in the database; every renewal changes it."""
+
+    owner: str
+    epoch: int
+    leased_until: float
+
+
 class Outcome(NamedTuple):
     """The end of a line. ``result`` is JSON: an answer, or OpenAI's error object. ``http_status`` is None if it never ran."""
 
@@ -59,11 +68,23 @@ CANCELLED = error_text(
 
 
 class JobClaimStore:
-    """One runner's access to a queue. ``clock``: seconds since 1970, equal for all runners within a fraction of the lease."""
+    """One runner's access to a queue.
 
-    def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time, lease_s: float = LEASE_S) -> None:
-        self.clock, self.lease_s = clock, lease_s
+    ``clock``: seconds since 1970, which decide only about leases that this runner sees for the first time (``_expired``).
+    ``steady_clock``: seconds that never go back, for all other decisions.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        queue: str,
+        clock: Callable[[], float] = time.time,
+        lease_s: float = LEASE_S,
+        steady_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock, self.steady_clock, self.lease_s = clock, steady_clock, lease_s
         self.owner = uuid.uuid4().hex
+        self._watch = ChangeWatch[int](steady_clock)
         self._database, self._queue = database, queue
 
     @property
@@ -82,14 +103,16 @@ class JobClaimStore:
         """
         now = self.clock()
         is_running = jobs.c.number.in_(running)
-        is_free = or_(jobs.c.owner.is_(None), jobs.c.leased_until < now) & ~is_running
         is_open = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES)
+        expired = self._expired(is_open & ~is_running, now)
+        is_free = or_(jobs.c.owner.is_(None), jobs.c.number.in_(expired)) & ~is_running
         wanted = [row.number for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))]
         if not wanted:  # as usually; then there is no reason to write
             return []
         claimable = select(jobs).where(is_open & is_free, jobs.c.number.in_(wanted)).order_by(jobs.c.number)
         with self._database.writing() as connection:
-            rows = connection.execute(claimable.with_for_update(skip_locked=True)).all()
+            found = connection.execute(claimable.with_for_update(skip_locked=True)).all()
+            rows = [row for row in found if row.owner is None or expired[row.number] == _lease(row)]  # else it was renewed since
             for row in rows:
                 state = JobState.RUNNING.value if row.state == JobState.QUEUED else row.state
                 values = {"owner": self.owner, "epoch": row.epoch + 1, "leased_until": now + self.lease_s, "state": state}
@@ -107,6 +130,28 @@ class JobClaimStore:
             )
             for row in rows
         ]
+
+    def _expired(self, where: Condition, now: float) -> dict[int, Lease]:
+        """Return the leases that have expired, by the job's number.
+
+        A lease that this runner has seen for ``lease_s`` without a change has, whatever time stands in it, and one that it has
+        seen change has not before. So runners need not agree on the time, and a clock that is set ends no living runner's
+        lease. Only of a lease that was never seen to change the time that stands in it counts as well, so that a runner that
+        starts need not wait: it has expired if that has passed, or is further away than two leases, which no clock within
+        one lease of this one has written. The same holds for leases of its own, as it renews no others than those of ``running``.
+        """
+        held = self._database.read(select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(where))
+        leases = {row.number: _lease(row) for row in held if row.owner is not None}
+        seen = self._watch.look(leases)
+        return {
+            number: lease
+            for number, lease in leases.items()
+            if seen[number].seconds > self.lease_s
+            or (
+                (not seen[number].has_changed or lease.owner == self.owner)
+                and not now <= lease.leased_until <= now + 2 * self.lease_s
+            )
+        }
 
     def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
         """Return epoch and state of those ``running`` that this runner still holds; with ``renew``, extend their leases."""
@@ -182,6 +227,10 @@ class JobClaimStore:
         updated = connection.execute(update(jobs).where(self._where_held(claim)).values(touched_at=self.clock()))
         if updated.rowcount == 0:
             raise JobLostError(f"{claim.job_id} is held by another runner")
+
+
+def _lease(row: Row[Any]) -> Lease:
+    return Lease(row.owner, row.epoch, row.leased_until)
 
 
 def _fair_choice(is_open: Condition, is_running: Condition, is_free: Condition, limit: int) -> Select[tuple[int]]:

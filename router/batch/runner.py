@@ -123,7 +123,7 @@ class BatchRunner:
             run.task = asyncio.create_task(self._run_job(run))
 
     async def _renew_claims(self) -> None:
-        now = self._claims.clock()
+        now = self._claims.steady_clock()
         renew = now - self._renewed_at > self._claims.lease_s / 3
         held = await self._lease_thread.run(self._claims.claimed, tuple(self._runs), renew)
         if renew:

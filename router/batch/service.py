@@ -51,9 +51,15 @@ class BatchService:
     Blocking calls run in threads; if the database fails, methods raise PipelineError. Raises ConfigError for unsuitable settings.
     """
 
-    def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_INTERVAL_S) -> None:
+    def __init__(
+        self,
+        settings: JobSettings,
+        clock: Callable[[], float] = time.time,
+        poll_s: float = POLL_INTERVAL_S,
+        steady_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limits = settings.limits
-        self._settings, self._clock, self._poll_s = settings, clock, poll_s
+        self._settings, self._clock, self._steady_clock, self._poll_s = settings, clock, steady_clock, poll_s
         self._threads = JobThreadPool(THREADS)
         # A file may take long, and calls of the database do not wait for it. Those that write need the database, too.
         self._reads, self._writes = StorageThreads(), StorageThreads(WRITE_THREADS, TENANT_WRITE_THREADS)
@@ -65,7 +71,7 @@ class BatchService:
     def _bind(self, tenant: str) -> None:
         self._tenant, scope = tenant, Scope(self._settings.queue, tenant)
         self._quota = TenantQuota(self._database, scope, self.limits)
-        self._submissions = JobSubmissions(self._database, self._quota, self._clock)
+        self._submissions = JobSubmissions(self._database, self._quota, self._clock, self._steady_clock)
         self._jobs = JobStore(self._database, scope, self._clock)
         self._files = FileStore(self._database, self._storage, self._quota, self._clock)
 

@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import JobRefusedError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
+from tramontane.router.batch.change_watch import ChangeWatch, is_stale
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.quotas import TenantQuota
@@ -37,11 +38,18 @@ MAX_DELETED_LINES = 10_000  # of one transaction; others write in between
 class JobSubmissions:
     """Submissions of one tenant, and deletion of jobs of all tenants. Methods block: call them in a thread.
 
-    ``clock``: seconds since 1970.
+    ``clock``: seconds since 1970; ``steady_clock``: seconds that never go back.
     """
 
-    def __init__(self, database: Database, quota: TenantQuota, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        quota: TenantQuota,
+        clock: Callable[[], float] = time.time,
+        steady_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._database, self._quota, self._scope, self._clock = database, quota, quota.scope, clock
+        self._watch = ChangeWatch[int](steady_clock)
 
     def create(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
         """Create a job to add lines to, which is invisible until it is accepted.
@@ -52,8 +60,9 @@ class JobSubmissions:
         now = self._clock()
         if request_key is not None:
             same = self._scope.where(jobs) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
-            for earlier in self._database.read(select(jobs.c.number).where(same)):  # at most one
-                self.delete(earlier.number, now - TAKEOVER_TIMEOUT_S)
+            for earlier in self._database.read(select(jobs.c.number, jobs.c.touched_at).where(same)):  # at most one
+                if is_stale(earlier.touched_at, now, TAKEOVER_TIMEOUT_S):
+                    self.delete(earlier.number, earlier.touched_at)
         row = {
             "job_id": f"batch_{uuid.uuid4().hex}",
             **self._scope.as_row(),
@@ -134,11 +143,11 @@ class JobSubmissions:
             connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
             return stored_jobs(connection, connection.execute(this).all())[0]
 
-    def delete(self, number: int, touched_before: float | None = None) -> None:
-        """Delete a submission, unless it was accepted, or has made progress since ``touched_before``."""
+    def delete(self, number: int, touched_at: float | None = None) -> None:
+        """Delete a submission, unless it was accepted, or has made progress since it was last ``touched_at`` this time."""
         here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
-        if touched_before is not None:
-            here &= jobs.c.touched_at < touched_before
+        if touched_at is not None:
+            here &= jobs.c.touched_at == touched_at
         change = update(jobs).where(here).values(state=DISCARDING, request_key=None)  # the key becomes free at once
         if self._database.write(change):
             self._delete(number)
@@ -162,15 +171,22 @@ class JobSubmissions:
             self._delete(row.number)
 
     def delete_abandoned(self) -> None:
-        """Delete submissions and unfinished deletions of processes that died, of all tenants."""
-        touched_before = self._clock() - ABANDONED_TIMEOUT_S
-        is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < touched_before)
-        where = (jobs.c.queue == self._scope.queue) & (is_old | (jobs.c.state == DISCARDING))
-        for row in self._database.read(select(jobs.c.number, jobs.c.state).where(where)):
-            if row.state == SUBMITTING:
-                self.delete(row.number, touched_before)
-            else:
+        """Delete submissions and unfinished deletions of processes that died, of all tenants.
+
+        A submission is left alone while it makes progress between two calls, ``TAKEOVER_TIMEOUT_S`` apart, whatever the clock
+        says. It is deleted if by the clock it is old as well, or if calls see no progress for ``ABANDONED_TIMEOUT_S``.
+        """
+        where = (jobs.c.queue == self._scope.queue) & jobs.c.state.in_((SUBMITTING, DISCARDING))
+        rows = self._database.read(select(jobs.c.number, jobs.c.state, jobs.c.touched_at).where(where))
+        seen = self._watch.look({row.number: row.touched_at for row in rows if row.state == SUBMITTING})
+        now = self._clock()
+        for row in rows:
+            if row.state == DISCARDING:
                 self._delete(row.number)
+                continue
+            timeout_s = TAKEOVER_TIMEOUT_S if is_stale(row.touched_at, now, ABANDONED_TIMEOUT_S) else ABANDONED_TIMEOUT_S
+            if seen[row.number].seconds > timeout_s:
+                self.delete(row.number, row.touched_at)
 
 
 def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str, Any]:

@@ -4,7 +4,6 @@ The response of ``GET /activity`` is built from the models. All times are in sec
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 
@@ -111,7 +111,7 @@ class MicroBatchRecord(NamedTuple):
 class ActivityLog:
     """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on request, not in a step."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
         self._started_at = clock()
         self._batches: deque[MicroBatchRecord] = deque()

@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.cost_model import CostColumns, CostModel, Seconds
+from tramontane.router.scheduling.cost_model import OUTLIER_CLIP, CostColumns, CostModel, Seconds
 from tramontane.router.scheduling.policy import (
     NEVER,
     BatchBudget,
@@ -117,10 +117,22 @@ class BalancedPolicy:
             spread = 0 if has_drafts else budget.spread
             self._spread_tuner.observe(spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts)
 
+    def restart(self) -> None:
+        """See ``Policy``."""
+        self._transit_s = None
+        for measured in (self._in_flight_tuner, self._step_gap, self._spread_tuner):
+            measured.restart()
+
     def _observe_transit(self, timings: Sequence[StageTiming]) -> None:
-        """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for."""
+        """Measure the time between stages, by their clocks. The least counts for a while: no stage was waited for.
+
+        Where it is more than ``OUTLIER_CLIP`` times the time in the stages, one was waited for, or clocks disagree: then it
+        is not known.
+        """
+        longest = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
         between = max(sum(later.started_at - earlier.ended_at for earlier, later in pairwise(timings)), 0.0)
-        self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
+        if between <= longest:
+            self._transit_s = between if self._transit_s is None else min(between, TRANSIT_GROWTH * self._transit_s + 1e-6)
 
     def seconds(self, work: BatchWork) -> float:
         """See ``Policy``."""

@@ -117,11 +117,18 @@ class Policy(Protocol):
 
     overlaps_chunks: bool  # whether a prompt's next chunk may be submitted while its last one is in flight
 
+    @property
+    def max_in_flight(self) -> int:
+        """Micro-batches with known tokens in flight, at most."""
+
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """Return the budget of the next micro-batch, or None if none is to be submitted before a result returns."""
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Learn how long each stage took for a micro-batch of this budget. Called in the order of submission."""
+
+    def restart(self) -> None:
+        """Forget when stages last worked: they begin anew, some perhaps as other processes with other clocks."""
 
     def seconds(self, work: BatchWork) -> float:
         """Return about how long the busiest stage takes for this work, beyond what any micro-batch takes."""
@@ -141,6 +148,11 @@ class FixedInFlightPolicy:
     def __init__(self, max_in_flight: int, max_tokens: int) -> None:
         self._max_in_flight, self._max_tokens = max_in_flight, max_tokens
 
+    @property
+    def max_in_flight(self) -> int:
+        """M, as it was given."""
+        return self._max_in_flight
+
     def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """See ``Policy``."""
         if state.num_in_flight >= self._max_in_flight:
@@ -151,6 +163,9 @@ class FixedInFlightPolicy:
 
     def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Learn nothing."""
+
+    def restart(self) -> None:
+        """Forget nothing."""
 
     def seconds(self, work: BatchWork) -> float:
         """See ``Policy``: no times are known, so tokens count alike."""

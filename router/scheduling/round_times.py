@@ -3,9 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from tramontane.proto.step import StageTiming
+from tramontane.router.scheduling.cost_model import OUTLIER_CLIP
 
 MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
@@ -33,6 +35,25 @@ class _SpreadStats:
     rounds_left: int = 0
 
 
+@dataclass
+class _Span:
+    """Micro-batches of one spread that have left the last stage one after the other: seconds, measured and predicted."""
+
+    spread: int
+    measured: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+
+    def ratio(self) -> float:
+        """Return the median over rounds of measured to predicted time: one round that something else delayed counts for nothing.
+
+        Spread 2, measured 1, 3, 1, 3603, 1 and 3, predicted 2 each: rounds of 4, 3604 and 4 against 4, so that it is 1.
+        """
+        bounds = range(0, len(self.measured), self.spread)
+        return median(
+            sum(self.measured[i : i + self.spread]) / max(sum(self.predicted[i : i + self.spread]), 1e-9) for i in bounds
+        )
+
+
 class SpreadTuner:
     """Chooses a spread m: how many micro-batches take part in a round of decodes.
 
@@ -44,7 +65,7 @@ class SpreadTuner:
         self._known: dict[int, _SpreadStats] = {}
         self._trial: tuple[int, int] | None = None  # the spread on trial, and the micro-batches left of it
         self._num_drafted = 0  # micro-batches of the trial
-        self._span: tuple[int, int, float, float] | None = None  # spread, micro-batches, measured and predicted seconds so far
+        self._span: _Span | None = None
         self._last_end = 0.0
 
     def choose(self, rounds_s: Mapping[int, float]) -> int:
@@ -71,16 +92,20 @@ class SpreadTuner:
         elapsed, self._last_end = ended_at - self._last_end, ended_at
         if self._trial is not None and has_drafts:
             self._count_drafted(self._stats(self._trial[0]))
-        if self._span is None or self._span[0] != spread or not spread:
-            self._span = (spread, 0, 0.0, 0.0) if spread else None
+        if self._span is None or self._span.spread != spread or not spread:
+            self._span = _Span(spread) if spread else None
             return
-        _, count, measured, predicted = self._span
-        self._span = spread, count + 1, measured + elapsed, predicted + predicted_round_s / spread
+        self._span.measured.append(elapsed)
+        self._span.predicted.append(predicted_round_s / spread)
         if self._trial is not None:
             self._trial = (self._trial[0], self._trial[1] - 1) if self._trial[1] > 1 else None
-        if count + 1 >= TRIAL_ROUNDS * spread:
-            self._learn(spread, self._span[2] / max(self._span[3], 1e-9))
-            self._span = spread, 0, 0.0, 0.0
+        if len(self._span.measured) >= TRIAL_ROUNDS * spread:
+            self._learn(spread, self._span.ratio())
+            self._span = _Span(spread)
+
+    def restart(self) -> None:
+        """Forget when the last micro-batch ended: a stage may be another process since, with another clock."""
+        self._span = None
 
     def _count_drafted(self, on_trial: _SpreadStats) -> None:
         self._num_drafted += 1
@@ -88,7 +113,14 @@ class SpreadTuner:
             self._trial, on_trial.rounds_left = None, on_trial.retry_rounds
 
     def _learn(self, spread: int, ratio: float) -> None:
+        """Learn a ratio. It counts as at least a third of the one so far, and once there is one as at most three times that.
+
+        So it stays above 0, whatever the stages' clocks say. Without one the first may be large: where steps take a
+        millisecond, what lies between them takes many times as long.
+        """
         stats = self._stats(spread)
+        ratio = max(ratio, stats.ratio / OUTLIER_CLIP)
+        ratio = min(ratio, stats.ratio * OUTLIER_CLIP) if stats.is_tried else ratio
         stats.ratio = stats.ratio + SMOOTHING * (ratio - stats.ratio) if stats.is_tried else ratio
         for other, each in self._known.items():
             each.rounds_left -= TRIAL_ROUNDS if other != spread else 0
@@ -129,9 +161,17 @@ class StepGap:
             self._gaps_s.clear()
         self._last_end = timing.ended_at
 
+    def restart(self) -> None:
+        """See ``SpreadTuner``."""
+        self._last_end = 0.0
+
 
 class InFlightTuner:
-    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy."""
+    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy.
+
+    A wait counts as at most ``OUTLIER_CLIP`` times what the micro-batch took in all stages: neither an hour without requests nor
+    a clock says more.
+    """
 
     def __init__(self, num_stages: int, limit: int) -> None:
         self._num_stages, self._limit = num_stages, limit
@@ -149,11 +189,13 @@ class InFlightTuner:
 
     def observe(self, timings: Sequence[StageTiming]) -> None:
         """Record the timings of one micro-batch in every stage."""
+        longest_wait_s = OUTLIER_CLIP * sum(max(timing.busy_s, timing.elapsed_s) for timing in timings)
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
             # Where several micro-batches are open in a stage, it was idle in the part between two ends that was not work.
             gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
+            gap = min(gap, longest_wait_s)
             self._idle[stage] += gap if self.has_more_to_do else 0.0
             if stage == self._num_stages - 1:
                 self._recently_busy = SATURATION_DECAY * self._recently_busy + timing.busy_s
@@ -166,6 +208,10 @@ class InFlightTuner:
         if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
             self.max_in_flight = min(self.max_in_flight + 1, self._limit)
         self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
+
+    def restart(self) -> None:
+        """See ``SpreadTuner``."""
+        self._last_end = [0.0] * self._num_stages
 
 
 class PromptSpread:

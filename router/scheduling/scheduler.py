@@ -9,6 +9,7 @@ from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
 from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
+from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import NO_BUDGET, BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
@@ -36,7 +37,7 @@ class Scheduler:
 
     def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:
         self.limits = limits
-        self.policy = policy
+        self.policy = GuardedPolicy(policy, limits.max_num_batched_tokens)
         self.epoch = epoch
         self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
         self._waiting = WaitingQueue()
@@ -134,6 +135,7 @@ class Scheduler:
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
         self._num_ahead = 0
+        self.policy.restart()
         for sequence in list(self._running.by_id.values()):
             sequence.num_in_flight = 0
             if sequence.status is RUNNING:

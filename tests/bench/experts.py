@@ -182,7 +182,7 @@ def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts
     try:
         asyncio.run(run_prompts(chain, scheduler, ids, sampling))
         usage = UsageMeter(1)
-        again = scheduler_for(stages, BUDGET, scheduler.policy)
+        again = scheduler_for(stages, BUDGET, scheduler.policy.policy)
         asyncio.run(run_prompts(chain, again, ids, sampling, observe=usage.observe))
     finally:
         stage.close()

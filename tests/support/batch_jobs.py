@@ -63,14 +63,14 @@ class BatchHarness:
         **more: Any,  # noqa: ANN401
     ) -> BatchService:
         settings = JobSettings(self.database, self.storage, queue, limits=replace(limits or LIMITS, keep_s=keep_s), **more)
-        service = BatchService(settings, self.clock, POLL_S)
+        service = BatchService(settings, self.clock, POLL_S, self.clock)
         self.opened.append(service.close)
         return service
 
     def claims(self, queue: str = "tiny") -> JobClaimStore:
         database = Database(self.database)
         self.opened.append(database.close)
-        return JobClaimStore(database, queue, self.clock)
+        return JobClaimStore(database, queue, self.clock, steady_clock=self.clock)
 
     def close(self) -> None:
         for close in self.opened:

@@ -43,6 +43,7 @@ class Load:
     requests: list[dict[str, Any]]
     expected: list[Tokens]
     num_done: int = 0
+    num_tokens: int = 0  # of streams, ended or not
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     close_calls: list[str] = field(default_factory=list)  # differences due to rounding
@@ -102,6 +103,8 @@ async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load 
                     continue
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     tokens[choice["index"]] += choice["token_ids"]
+                    if load is not None:
+                        load.num_tokens += len(choice["token_ids"])
                 _note_piece(load, number, sent_at)
     finally:
         if load is not None and load.last_piece_at.pop(number, None) is not None:

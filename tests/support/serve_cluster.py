@@ -109,6 +109,7 @@ def router_stats(stages: bool = True) -> list[dict[str, Any]]:
     """Return the statistics of every Router replica. Without ``stages`` this works while stages are stopped."""
     handle = serve.get_deployment_handle("Router", APPLICATION)
     answers: list[dict[str, Any]] = handle.broadcast("stats", stages).results()
+    assert not any(failures := [stats["policy_failure"] for stats in answers]), failures  # requests would not fail
     return answers
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from tramontane.proto.request import ExpertChoices
+from tramontane.proto.steady_clock import steady_time
 from tramontane.proto.step import ExpertTiming, MicroBatch, StageTiming
 from tramontane.workers.attention.rolling_cache import SequenceTable
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
@@ -28,7 +29,7 @@ class StepTimer:
         self._make_event = make_event
         self._first: DeviceEvent | None = None
         self._last: DeviceEvent | None = None
-        self._started_at = time.time()
+        self._started_at = steady_time()
         self._began = self._resumed = time.perf_counter()
         self._busy_s = self._expert_wait_s = self._experts_busy_s = 0.0
         self._actors_busy_s: Counter[int] = Counter()
@@ -70,7 +71,7 @@ class StepTimer:
         if self._first is not None and self._last is not None:
             self._last.wait()
             self._busy_s = open_s = self._last.seconds_since(self._first)
-            self._started_at = time.time() - open_s
+            self._started_at = steady_time() - open_s
         return StageTiming(
             stage_id,
             self._started_at,

@@ -1,12 +1,13 @@
 """How long a fence waits for stages, with fake answers of Ray."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
 from tramontane.cluster.actors import stage_control
-from tramontane.cluster.actors.stage_control import fence_stages
+from tramontane.cluster.actors.stage_control import fence_stages, newest_epoch
 
 
 class _Ref:
@@ -58,6 +59,24 @@ class _Ray:
 def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:  # noqa: ANN401
     monkeypatch.setattr(stage_control, "ray", _Ray)
     fence_stages(list(stages), 7, "router", "object-store")
+
+
+def test_the_newest_epoch_is_that_of_any_stage_and_a_silent_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs, timeouts = [7, -1, 1_790_000_000_000], []
+
+    def get(refs: list[_Ref], timeout: float) -> list[SimpleNamespace]:
+        timeouts.append(timeout)
+        _Ray.get(refs, timeout)
+        return [SimpleNamespace(epoch=epoch) for epoch in epochs]
+
+    monkeypatch.setattr(stage_control, "ray", SimpleNamespace(get=get))
+    stages: list[Any] = [_Stage() for _ in epochs]
+    assert newest_epoch(stages) == 1_790_000_000_000
+    assert timeouts == [stage_control.INTERRUPT_TIMEOUT_S]
+    stages[1].requested.append("fence")
+    stages[1]._stops = True
+    with pytest.raises(GetTimeoutError):
+        newest_epoch(stages)
 
 
 def test_stages_that_are_fenced_at_once_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,29 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
     supervisor_module.Supervisor(spec)
     for expected in ("away", "away", "there", "ended", "removed"):
         assert reported.get() == expected
+
+
+@pytest.mark.parametrize("accepted", [-1, 7, 1_790_000_000_000])
+@pytest.mark.parametrize("clock_ns", [5 * 10**6, 1_780_000_000 * 10**9])
+def test_a_supervisor_that_restarts_with_a_clock_that_is_behind_fences_with_a_larger_epoch(
+    monkeypatch: pytest.MonkeyPatch, clock_ns: int, accepted: int
+) -> None:
+    """No stage answered when it began. Stages refuse an epoch that is not larger than theirs."""
+    fenced: list[int] = []
+    never = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: clock_ns, sleep=lambda _: threading.Event().wait())
+    for name, value in {
+        "time": never,
+        "recover_lease": lambda _spec: None,
+        "must_yield": lambda *_: False,
+        "find_stage_actors": lambda _spec: ["stage"],
+        "newest_epoch": lambda _stages: accepted,
+        "fence_stages": lambda _stages, epoch, _holder, _link: fenced.append(epoch),
+    }.items():
+        monkeypatch.setattr(supervisor_module, name, value)
+    spec: Any = SimpleNamespace(name="a", application=None, link="direct", plan=SimpleNamespace(stages=["stage"]))
+    supervisor = supervisor_module.Supervisor(spec)
+    assert [supervisor.fence("router"), supervisor.fence("router")] == fenced
+    assert accepted < fenced[0] < fenced[1]
 
 
 @pytest.mark.parametrize(("seconds", "is_there"), [(0.0, True), (60.0, False)])

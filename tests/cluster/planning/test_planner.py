@@ -504,7 +504,7 @@ def test_stages_that_share_cores_get_one_micro_batch() -> None:
     node, config = Hardware((2,), (GIB,)), EngineConfig(stages=2, threads_per_stage=2)
     plan = plan_pipeline(config, tiny_args(), node)
     assert plan.is_oversubscribed
-    policy = make_scheduler(config, plan).policy
+    policy = make_scheduler(config, plan).policy.policy
     assert isinstance(policy, BalancedPolicy)
     assert policy.max_in_flight == 1
     apart = plan_pipeline(EngineConfig(stages=2), tiny_args(), node)
@@ -668,7 +668,7 @@ def test_one_stage_is_scheduled_asynchronously_unless_that_is_impossible(setting
     plan = plan_pipeline(config, PRESETS["mistral-7b-v0.1"], Hardware(node_cpus=(8,), node_memory=(80 * GIB,)))
     scheduler = make_scheduler(config, plan)
     assert scheduler.limits.async_scheduling == is_async
-    assert getattr(scheduler.policy, "_async_scheduling", False) == is_async
+    assert getattr(scheduler.policy.policy, "_async_scheduling", False) == is_async
 
 
 def test_a_stage_with_expert_actors_is_not_scheduled_asynchronously() -> None:

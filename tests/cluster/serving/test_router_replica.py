@@ -171,7 +171,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
         "use_serve_log": lambda *_, **__: None,
         "bind_internal_port_to_node": lambda: None,
         "number_deployment": around.number_deployment,
-        "is_superseded": lambda *_: around.is_superseded,
+        "DeploymentWatch": lambda _: SimpleNamespace(is_superseded=lambda _: around.is_superseded),
         "adopt_or_create_pipeline": around.pipeline,
         "MetricFactory": lambda: None,
         "PipelineMetrics": lambda *_: metrics,

@@ -90,6 +90,7 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(harness: Ba
     assert second.claim(5) == first.claim(5) == []
     harness.clock.now += 0.9 * LEASE_S
     assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
+    assert second.claim(5) == [], "it was renewed"
     harness.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
     harness.clock.now += 0.1 * LEASE_S
@@ -188,7 +189,7 @@ def test_a_submission_that_is_discarded_half_way_is_removed_and_one_that_continu
     for job in (slow, half):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
-            store.delete(job.number, harness.clock.now)
+            store.delete(job.number, touched_at=harness.clock.now - 10)
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
         with pytest.raises(RequestError, match="made no progress"):
             change()
