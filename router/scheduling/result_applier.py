@@ -132,8 +132,7 @@ class ResultApplier:
         accepted: list[Accepted] = []
         for number, token_id in enumerate(token_ids, 1):
             if token_id == NOT_FINITE_TOKEN:
-                accepted.append(self._end_with_error(sequence))
-                break
+                return [*accepted, self._end_with_error(sequence)]
             num_known = sequence.accept(token_id)
             if sequence.is_decoding:
                 self._decodes.record_growth([num_known])

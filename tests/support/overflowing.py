@@ -1,6 +1,6 @@
-"""A model in which one token overflows: keys, values and queries of its first layer do not fit into the dtype.
+"""A model in float16 in which one token overflows: its embedding is the largest number, and the first layer adds too much.
 
-No other token is changed: the first element of every other one's embedding is 0, and only that meets the planted weight.
+No other token is changed by that.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,19 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 
 TRIGGER = 95  # the token
-# Times the square root of the width, which the norm makes of an embedding with one element; all of these are finite themselves.
-PLANTED = {"float16": 3e4, "bfloat16": 3e38, "float32": 3e38}
+LARGEST = float(torch.finfo(torch.float16).max)  # the next number is 32 more
 NUM_NEIGHBORS = 16
 NEVER = ((TRIGGER, -100.0),)  # as a bias: not to be sampled
 ALWAYS = ((TRIGGER, 100.0),)
 
 
-def plant_overflow(model: StageModel, dtype: str) -> StageModel:
+def plant_overflow(model: StageModel) -> StageModel:
     """Return the model, in which a sequence overflows from the token TRIGGER on. Logits of that token are 0."""
     state = model.state_dict()
-    first = next(name for name in state if name.startswith("layers.0.attention.wqkv") and name.endswith("weight"))
     with torch.no_grad():
-        state["tok_embeddings.weight"][:, 0] = 0
-        state["tok_embeddings.weight"][TRIGGER] = torch.eye(model.args.dim)[0]
+        state["tok_embeddings.weight"][TRIGGER] = LARGEST
+        state["layers.0.attention.wo.weight"] *= 40
         state["output.weight"][TRIGGER] = 0
-        state[first][:, 0] = PLANTED[dtype]
     return model
 
 

@@ -22,7 +22,8 @@ def sample_row(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
 
     The largest logit is finite.
     """
-    scaled_V = logits_V / np.float32(max(params.temperature, MIN_TEMPERATURE))
+    with np.errstate(over="ignore"):
+        scaled_V = logits_V / np.float32(max(params.temperature, MIN_TEMPERATURE))
     best = scaled_V.max()
     if not np.isfinite(best):  # the temperature has made it too large
         return int(logits_V.argmax())
