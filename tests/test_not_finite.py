@@ -210,7 +210,7 @@ def test_a_grammar_is_not_advanced(pipelines: Pipelines, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("kind", ["window", "dense", "interleaved"])
-def test_its_pages_are_offered_to_nobody(pipelines: Pipelines, kind: str) -> None:
+def test_its_pages_are_offered_to_no_other_sequence(pipelines: Pipelines, kind: str) -> None:
     """Neither those of the overflow nor the prefix before it, which another one has computed."""
     plan = pipelines.plan(kind)
     scheduler, prefix = _scheduler(plan), random_ids(24, 3, TRIGGER)
