@@ -12,6 +12,7 @@
     |       +-- ParameterError
     |       +-- UnknownModelError
     |       +-- UnsatisfiableSchemaError
+    |       +-- NotFiniteError
     |       +-- PoisonRequestError
     |       +-- UnknownJobError
     |       +-- JobRefusedError
@@ -114,6 +115,10 @@ class UnknownModelError(RequestError):
 
 class UnsatisfiableSchemaError(RequestError):
     """The model cannot follow the schema of the response; a retry would fail as well."""
+
+
+class NotFiniteError(RequestError):
+    """The model's numbers for a request are not finite, so that no token follows; a retry would fail as well."""
 
 
 class PoisonRequestError(RequestError):

@@ -51,6 +51,7 @@ CODES: tuple[tuple[type[errors.TramontaneError], StatusCode, str], ...] = (
     (errors.UnknownModelError, StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     (errors.UnknownJobError, StatusCode.NOT_FOUND, "UNKNOWN_JOB"),
     (errors.UnsatisfiableSchemaError, StatusCode.INVALID_ARGUMENT, "UNFOLLOWABLE"),
+    (errors.NotFiniteError, StatusCode.INVALID_ARGUMENT, "NOT_FINITE"),
     (errors.PoisonRequestError, StatusCode.INVALID_ARGUMENT, "POISON"),
     (errors.AuthenticationError, StatusCode.UNAUTHENTICATED, "WRONG_KEY"),
     (errors.UnimplementedError, StatusCode.UNIMPLEMENTED, "NOT_HERE"),

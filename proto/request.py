@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import NotFiniteError, RequestError, UnsatisfiableSchemaError
 
 MAX_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -24,6 +24,7 @@ _RANGES = {  # of sampling parameters with no other condition
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NUM_PRIORITIES = 10
+NOT_FINITE_TOKEN = -2  # instead of a token: the logits that it would have been chosen from are not finite
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
@@ -34,7 +35,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, or the sequence's grammar is complete
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client left
-    ERROR = "error"  # of this sequence alone: its grammar cannot be followed
+    ERROR = "error"  # of this sequence alone: its grammar cannot be followed, or its logits are not finite
 
 
 class Identity(NamedTuple):
@@ -178,11 +179,27 @@ def validate_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: i
 
 
 class TokenEvent(NamedTuple):
-    """One token of one sequence, and the finish reason if it is the last."""
+    """One token of one sequence, and the finish reason if it is the last.
+
+    With ``FinishReason.ERROR`` the token is none of the answer: it is one that the grammar does not allow, or NOT_FINITE_TOKEN.
+    """
 
     seq_id: int  # the router's own number inside the router, the index within the request in a ``RequestOutput``
     token_id: int
     finish: FinishReason | None = None
+
+
+def sequence_error(event: TokenEvent) -> RequestError:
+    """Return why a sequence has ended with an error, by the event that says so."""
+    assert event.finish is FinishReason.ERROR
+    if event.token_id == NOT_FINITE_TOKEN:
+        return NotFiniteError(
+            "the answer cannot be continued: the logits of its next token are not finite, because the model's numbers have "
+            "overflowed; another dtype of the server may hold them"
+        )
+    return UnsatisfiableSchemaError(
+        "the answer could not be continued as its schema requires; the schema may be too complicated for this model"
+    )
 
 
 SequenceDrafts = tuple[int, int, int]  # a sequence as in ``TokenEvent``, its drafts since the last output, and the right ones

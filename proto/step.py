@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, ExpertChoices, FinishReason, Logprobs, SamplingParams
 
 NO_TOKEN = -1  # the answer for a draft after one that was rejected
 PLACEHOLDER_TOKEN = -1  # in a decode column: the last token sampled for the sequence, which the router does not know yet
@@ -161,7 +161,7 @@ class StepResult:
 
     epoch: int
     step_id: int
-    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN
+    token_ids: tuple[int, ...]  # one for each of the micro-batch's ``sampled_seq_ids``, or NO_TOKEN or NOT_FINITE_TOKEN
     timings: tuple[StageTiming, ...]  # one per stage that the micro-batch has passed
     expert_choices: tuple[ExpertChoices, ...] = ()  # of the layers and sequences that asked for them
     logprobs: tuple[Logprobs, ...] = ()  # of prompts and of ``token_ids``, for the sequences that asked for them
@@ -170,7 +170,7 @@ class StepResult:
     @property
     def num_sampled(self) -> int:
         """New tokens of all sequences."""
-        return len(self.token_ids) - self.token_ids.count(NO_TOKEN)
+        return len(self.token_ids) - self.token_ids.count(NO_TOKEN) - self.token_ids.count(NOT_FINITE_TOKEN)
 
     def with_tokens(self, accepted: Sequence[int]) -> "StepResult":
         """Return the result with the tokens that sequences have accepted: those of rows in vain are no tokens per second."""

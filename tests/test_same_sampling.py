@@ -195,13 +195,26 @@ def test_what_is_computed_again_is_reported_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_token_without_probability_is_reported_as_openai_does() -> None:
-    """Infinity and what is no number cannot be written as JSON."""
-    rows = [[0.0, -torch.inf, 0.0], [0.0, torch.inf, 0.0], [torch.nan] * 3]
-    reported = logprobs_module.token_logprobs(torch.tensor(rows), [1, 1, 1], [3, 1, 0])
-    assert reported[0][0] == reported[1][0] == reported[2][0] == -9999.0
-    assert [round(logprob, 4) for _, logprob in reported[0][1]] == [-0.6931, -0.6931, -9999.0]
-    assert [len(top) for _, top in reported] == [3, 1, 0]
-    assert [len(top) for _, top in logprobs_module.token_logprobs(torch.zeros(1, 3), [1], [20])] == [3], "no more than there are"
+    """Infinity cannot be written as JSON."""
+    [found] = logprobs_module.token_logprobs(torch.tensor([[0.0, -torch.inf, 0.0]]), [1], [3])
+    assert found is not None
+    assert found[0] == -9999.0
+    assert [round(logprob, 4) for _, logprob in found[1]] == [-0.6931, -0.6931, -9999.0]
+    [found] = logprobs_module.token_logprobs(torch.zeros(1, 3), [1], [20])
+    assert found is not None
+    assert len(found[1]) == 3, "no more than there are"
+
+
+@pytest.mark.parametrize("has_exact_sums", [False, True])
+def test_rows_that_are_not_finite_have_no_log_probabilities(has_exact_sums: bool) -> None:
+    nan, inf = torch.nan, torch.inf
+    bad = [[0.0, inf, 0.0], [nan] * 3, [0.0, 1.0, nan], [-inf] * 3, [inf, -inf, nan]]
+    good = [[0.0, 1.0, 2.0], [-inf, 3.0, -inf]]
+    rows = torch.tensor([*bad, *good])
+    reported = logprobs_module.token_logprobs(rows, [1] * len(rows), [2] * len(rows), has_exact_sums)
+    assert reported[: len(bad)] == [None] * len(bad)
+    assert reported[len(bad) :] == logprobs_module.token_logprobs(rows[len(bad) :], [1, 1], [2, 2], has_exact_sums)
+    assert None not in reported[len(bad) :]
 
 
 def test_log_probabilities_are_only_reported_on_request() -> None:

@@ -26,7 +26,7 @@ from tramontane.cluster.console.run_summary import (
 )
 from tramontane.cluster.console.token_colors import TokenColors, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
-from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceRequest
+from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceRequest, sequence_error
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -59,6 +59,9 @@ def generate(
             display.stop()
     if (note := truncation_note(outcome, max_tokens)) is not None:
         display.note(note)
+    for number, completion in enumerate(outcome.completions, start=1):
+        if completion.error:
+            display.note(f"prompt {number}: {completion.error}")
     if settings.json_output:
         print(as_json(outcome))
     else:
@@ -113,21 +116,23 @@ class _GenerateRun:
         pieces: list[str] = []
         token_ids: list[int] = []
         experts: list[ExpertChoices] = []
-        finish = None
+        finish, error = None, ""
         async for batch in self.engine.router.generate([SequenceRequest(prompt_ids, self.sampling)]):
             self.first_token_s = min(self.first_token_s, process_age_s())
-            token_ids += [event.token_id for event in batch.events]
-            experts += batch.experts
             finish = batch.events[-1].finish
-            new = [decoder.push(event.token_id) for event in batch.events]
-            new[-1] += decoder.finish() if finish else ""
+            if finish is FinishReason.ERROR:
+                error = str(sequence_error(batch.events[-1]))
+            new_ids = [event.token_id for event in batch.events if event.finish is not FinishReason.ERROR]
+            new = [*map(decoder.push, new_ids), *([decoder.finish()] if finish else [])]
+            token_ids += new_ids
+            experts += batch.experts
             pieces += new
             self.display.add(index, "".join(new))
         assert finish is not None
         num_prompt, end = len(prompt_ids), len(prompt_ids) + len(token_ids) - 1
         chosen = by_layer(experts, 0, num_prompt), by_layer(experts, num_prompt, end)
         self.display.end(index, self._colorize([*self.tokenizer.pieces(prompt_ids), *pieces], chosen))
-        return Completion(prompt, "".join(pieces), tuple(token_ids), finish, *chosen)
+        return Completion(prompt, "".join(pieces), tuple(token_ids), finish, *chosen, error)
 
     def _colorize(self, pieces: list[str], chosen: tuple[ExpertIds, ExpertIds]) -> Segments | None:
         if self.colors is None:

@@ -19,7 +19,10 @@ ExpertIds = dict[str, list[tuple[int, ...]]]  # layer to the experts of each tok
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``experts`` are those of the new tokens except the last; empty, as ``prompt_experts``, if not requested."""
+    """One answer. ``experts`` are those of the new tokens except the last; empty, as ``prompt_experts``, if not requested.
+
+    ``error``: why ``finish`` is an error, or else "".
+    """
 
     prompt: str
     text: str
@@ -27,6 +30,7 @@ class Completion:
     finish: FinishReason
     prompt_experts: ExpertIds
     experts: ExpertIds
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ def as_json(outcome: GenerateResult) -> str:
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
         | ({"prompt_experts": c.prompt_experts, "experts": c.experts} if c.prompt_experts else {})
+        | ({"error": c.error} if c.error else {})
         for c in outcome.completions
     ]
     return json.dumps(

@@ -19,7 +19,7 @@ from tramontane.cluster.llm.engine_thread import EngineThread
 from tramontane.cluster.llm.inputs import Message, Prompt, PromptEncoder, SamplingParams, as_conversations, as_prompts
 from tramontane.cluster.pipeline.engine import Engine
 from tramontane.proto.errors import ConfigError, RequestError
-from tramontane.proto.request import FinishReason, SequenceRequest
+from tramontane.proto.request import FinishReason, SequenceRequest, sequence_error
 from tramontane.router.openai.choice_text import ChatDetokenizer, ChoiceDetokenizer
 
 
@@ -37,7 +37,7 @@ class CompletionOutput:
 
     ``text`` ends before a stop string, and ``token_ids`` with the token that completed it.
     ``logprobs`` has an entry per token if ``SamplingParams.logprobs`` asks for them, or else is empty. ``reasoning``: what a
-    model thought before an answer to ``chat``; it is not in ``text``.
+    model thought before an answer to ``chat``; it is not in ``text``. ``error``: why ``finish_reason`` is an error, or else "".
     """
 
     index: int
@@ -46,6 +46,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     pieces: list[str] = []
     token_ids: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}  # by position: those of the prompt, then those of the completion
-    num_cached = 0
+    num_cached, failure = 0, ""
     async with aclosing(engine.router.generate([spec])) as batches:
         async for batch in batches:
             num_cached += batch.num_cached
@@ -220,8 +221,8 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
                 for offset, (logprob, top) in enumerate(zip(run.logprobs, run.top, strict=True)):
                     logprobs[run.start + offset] = TokenLogprob(logprob, top)
             for event in batch.events:
-                if event.finish is FinishReason.ERROR:  # its token is not one that the grammar allows
-                    text.finish = FinishReason.ERROR
+                if event.finish is FinishReason.ERROR:  # its token is not one of the answer
+                    text.finish, failure = FinishReason.ERROR, str(sequence_error(event))
                 elif text.finish is None:
                     pieces.append(text.push(event))
                     token_ids.append(event.token_id)
@@ -232,7 +233,7 @@ async def _completion(engine: Engine, text: ChoiceDetokenizer, spec: SequenceReq
     num_prompt = sum(position < len(spec.prompt_ids) for position in logprobs)
     own = ours[num_prompt:][: len(token_ids)]
     reasoning = text.take_reasoning() if isinstance(text, ChatDetokenizer) else ""
-    output = CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning)
+    output = CompletionOutput(index, "".join(pieces), tuple(token_ids), text.finish, tuple(own), reasoning, failure)
     return output, tuple(ours[:num_prompt]), num_cached
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tramontane.proto.errors import ParameterError, UnsatisfiableSchemaError
-from tramontane.proto.request import FinishReason, TokenEvent
+from tramontane.proto.errors import ParameterError
+from tramontane.proto.request import FinishReason, TokenEvent, sequence_error
 from tramontane.router.openai.chunks import ChatChunk, CompletionChunk
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs, completion_logprobs, merge_logprobs
@@ -55,14 +55,12 @@ class ChoiceDetokenizer:
     def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
         """Return the text that this token completes. A token that completes a stop string counts as generated.
 
-        Raises UnsatisfiableSchemaError if the sequence ended with an error.
+        Raises UnsatisfiableSchemaError or NotFiniteError if the sequence ended with an error.
         """
         if self.finish is not None:
             return ""
         if event.finish is FinishReason.ERROR:
-            raise UnsatisfiableSchemaError(
-                "the answer could not be continued as its schema requires; the schema may be too complicated for this model"
-            )
+            raise sequence_error(event)
         self.num_tokens += 1
         is_silent = event.finish is FinishReason.STOP and event.token_id in self._silent_ids
         piece = "" if is_silent else self._piece(event.token_id, score)

@@ -8,7 +8,15 @@ from functools import partial
 from typing import Any
 
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput, RequestTimings, SequenceRequest
+from tramontane.proto.request import (
+    NOT_FINITE_TOKEN,
+    ExpertChoices,
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    sequence_error,
+)
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.request_output import remap_seq_ids
 from tramontane.router.openai.body_bounds import run_off_loop
@@ -212,6 +220,8 @@ class Completion:
                 continue
             own_texts, own_ids = texts.setdefault(event.seq_id, []), token_ids.setdefault(event.seq_id, [])
             if not self._request.max_tokens:
+                if event.token_id == NOT_FINITE_TOKEN:  # log-probabilities of the prompt may lack
+                    raise sequence_error(event)
                 choice.finish = FinishReason.LENGTH  # drops the one token that was generated
                 continue
             score = scores.get((event.seq_id, self._num_prompt(event.seq_id) + choice.num_tokens)) if scores else None

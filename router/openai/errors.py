@@ -45,6 +45,7 @@ _SPECS: tuple[tuple[type[errors.TramontaneError], HttpErrorSpec], ...] = (
     (errors.UnknownFileError, _NOT_FOUND),
     (errors.FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
     (errors.UnsatisfiableSchemaError, HttpErrorSpec(400, "invalid_request_error", code="unfollowable")),
+    (errors.NotFiniteError, HttpErrorSpec(400, "invalid_request_error", code="not_finite")),
     (errors.PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
     (errors.JobRefusedError, _INVALID),
     (errors.RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),

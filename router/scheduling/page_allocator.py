@@ -162,6 +162,15 @@ class PageAllocator:
         sequence.pages, sequence.reserved_pages = [], []
         sequence.num_paged_positions = sequence.num_reserved_positions = sequence.num_registered = 0
 
+    def forget(self, sequence: Sequence) -> None:
+        """Let no sequence begin with what this one has computed, begun with or still computes: it may not be finite.
+
+        Pages that it has given back are forgotten, too, and those of other sequences with the same tokens.
+        """
+        sequence.is_cacheable = False
+        for pool in self._pools:
+            pool.forget(sequence.hasher.keys)
+
     def forget_contents(self) -> None:
         """Forget what is cached: the stages have lost it. No sequence holds pages."""
         self._just_written.clear()
@@ -179,7 +188,7 @@ class PageAllocator:
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
         """Make known what is in the pages that so many positions fill, as far as their tokens are known."""
         num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
-        if num_blocks <= sequence.num_registered or not self._reuses_prefixes:
+        if num_blocks <= sequence.num_registered or not (self._reuses_prefixes and sequence.is_cacheable):
             return
         self._hash_blocks(sequence, num_blocks)
         size, first_new = self.cache.page_size, sequence.num_registered

@@ -73,6 +73,17 @@ class PagePool:
             self._page_of[key], self._key_of[page] = page, key
             self._log.add(key)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget the pages with these contents; who holds them keeps them."""
+        for key in keys:
+            if (page := self._page_of.pop(key, None)) is None:
+                continue
+            del self._key_of[page]
+            self._log.remove(key)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
     def forget_contents(self) -> None:
         """Forget what all pages contain; the log is cleared for all pools together. No sequence holds any."""
         self._free += self._cached

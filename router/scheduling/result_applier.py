@@ -1,16 +1,20 @@
 """Application of results to sequences: accepted tokens, ends, and what is ready for its next token."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
-from tramontane.proto.request import FinishReason
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, request_fields
 from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
 from tramontane.router.scheduling.batch_queues import DecodeQueue
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.poison_detector import PoisonDetector
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
+
+logger = logging.getLogger(__name__)
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
@@ -44,12 +48,13 @@ class ResultApplier:
 
     def __init__(
         self,
+        allocator: PageAllocator,
         decodes: DecodeQueue,
         poison_detector: PoisonDetector,
         deschedule: Callable[[Sequence, SequenceStatus], None],
         release: Callable[[Sequence], None],
     ) -> None:
-        self._decodes, self._poison_detector = decodes, poison_detector
+        self._allocator, self._decodes, self._poison_detector = allocator, decodes, poison_detector
         self._deschedule, self._release = deschedule, release
         self.draft_counts = DraftCounts()
 
@@ -110,8 +115,13 @@ class ResultApplier:
         return accepted
 
     def _apply(self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None) -> list[Accepted]:
-        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends it after them, if any."""
+        """Apply a sequence's part of a result: the tokens that were sampled, and why the stage ends it after them, if any.
+
+        It ends without a token where log-probabilities of its prompt are not finite.
+        """
         sequence.num_in_flight -= 1
+        if finish is FinishReason.ERROR and not token_ids:
+            token_ids = (NOT_FINITE_TOKEN,)
         accepted = self._accept(sequence, token_ids, finish) if token_ids and sequence.status is not FINISHED else []
         if sequence.status is not RUNNING:
             self._release(sequence)
@@ -121,6 +131,8 @@ class ResultApplier:
         """Accept tokens up to the first that ends the sequence."""
         accepted: list[Accepted] = []
         for number, token_id in enumerate(token_ids, 1):
+            if token_id == NOT_FINITE_TOKEN:
+                return [*accepted, self._end_with_error(sequence)]
             num_known = sequence.accept(token_id)
             if sequence.is_decoding:
                 self._decodes.record_growth([num_known])
@@ -143,3 +155,12 @@ class ResultApplier:
         if self._poison_detector.clear(sequence):
             self._deschedule(sequence, PREEMPTED)
         return accepted
+
+    def _end_with_error(self, sequence: Sequence) -> Accepted:
+        """End a sequence of which the next token's logits are not finite, and let no other one begin with its pages."""
+        name, fields = sequence.request_id or "-", request_fields(sequence.request_id)
+        why = "a sequence of request %s ends with an error: the logits of its token at position %d are not finite"
+        logger.warning(why, name, sequence.num_known, extra=fields)
+        self._allocator.forget(sequence)
+        self._deschedule(sequence, FINISHED)
+        return sequence.seq_id, NOT_FINITE_TOKEN, FinishReason.ERROR

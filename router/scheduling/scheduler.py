@@ -46,7 +46,9 @@ class Scheduler:
         self._prefills = PrefillQueue(self.allocator, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
-        self._results = ResultApplier(self._decodes, self._poison_detector, self._deschedule, self._release_if_drained)
+        self._results = ResultApplier(
+            self.allocator, self._decodes, self._poison_detector, self._deschedule, self._release_if_drained
+        )
         self._freed: list[int] = []  # sequences that ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()

@@ -44,6 +44,7 @@ class Sequence:
     hasher: BlockHasher = field(init=False)
     is_started: bool = False  # its first chunk was submitted; before that, ``num_dispatched`` is the length of its cached prefix
     num_registered: int = 0  # blocks that are known to the allocator
+    is_cacheable: bool = True  # whether other sequences may begin with its pages
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 after it was passed over too often
     was_scheduled: bool = False  # it had a slot before, or is the next to get one
     num_failures: int = 0  # failed micro-batches that had the same of its positions, without a token since

@@ -188,15 +188,15 @@ def _prefill(kernel: PrefillKernel, window: int | None, heads: tuple[int, int], 
 def _decode(kernel: DecodeKernel, window: int | None, page_size: int, heads: tuple[int, int], device: str) -> float:
     _, index = _indexes([(position, 1) for position in POSITIONS], window, page_size, device)
     assert index is not None
-    num_rows = (index.ring.num_pages + 1) * page_size
+    num_rows = (int(index.ring.pages_BR.max()) + 2) * page_size
     cached = LayerCache.zeros((num_rows, heads[1], HEAD_DIM), torch.bfloat16, torch.device(device))
     cached.k_NGd.normal_()
     cached.v_NGd.normal_()
     q = torch.randn(len(POSITIONS), heads[0], HEAD_DIM, dtype=torch.bfloat16, device=device)
     expected = []
-    for token, (slot, position) in enumerate(zip(index.slots.tolist(), POSITIONS, strict=True)):
-        positions = torch.arange(index.ring.first_visible(position), position + 1, device=device)
-        rows = index.ring.rows(torch.full_like(positions, slot), positions)
+    for token, position in enumerate(POSITIONS):
+        positions = torch.arange(0 if window is None else max(position - window + 1, 0), position + 1, device=device)
+        rows = index.ring.rows(torch.full_like(positions, token), positions)
         expected.append(reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], window))
     return relative(kernel.attend(q, cached, kernel.build_mask(index)), torch.cat(expected))
 

@@ -26,7 +26,7 @@ SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 def decode(rows: Rows) -> None:
     """Time the split-K decode kernel of Mistral 7B's heads by page size, block, warps, stages and parts."""
     from tramontane.proto.plan import WindowClass
-    from tramontane.workers.attention.metadata import DecodeMetadata
+    from tramontane.workers.attention.metadata import build_decode_metadata
     from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
     from tramontane.workers.attention.triton_decode import PARTS, SplitKDecode
 
@@ -41,7 +41,7 @@ def decode(rows: Rows) -> None:
             caches = [LayerCache(rows.random(*shape), rows.random(*shape)) for _ in range(copies)]
             q_BHd = rows.random(batch, 32, 128)
             positions = torch.full((batch,), keys - 1, device=device)
-            index = DecodeMetadata(ring, torch.arange(batch, device=device), positions, positions, 0, [])
+            index = build_decode_metadata(ring, torch.arange(batch, device=device), positions, 0, [])
             for block, warps, stages in VARIANTS:
                 for parts in (each for each in PARTS if 16 <= batch * each <= 256):
                     kernel = SplitKDecode(8, block, parts, warps, stages)

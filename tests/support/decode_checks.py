@@ -10,7 +10,7 @@ from interpreted_checks import Check
 from reference import reference_attention
 
 from tramontane.proto.plan import WindowClass, ring_pages
-from tramontane.workers.attention.metadata import DecodeMetadata
+from tramontane.workers.attention.metadata import build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import SplitKDecode
@@ -51,10 +51,13 @@ def check_decode(
         k, v = (torch.randn(len(rows), kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
         k_NGd[rows], v_NGd[rows] = k, v
         expected.append(reference_attention(qk_BHd[token, None, :num_heads].double(), k.double(), v.double(), window))
-    index = DecodeMetadata(ring, slots_B, positions_B, cache_rows(ring, slots_B, positions_B), 0, [])
+    index = build_decode_metadata(ring, slots_B, positions_B, 0, [], cache_rows)
     kernel = SplitKDecode(kv_heads, block, parts, warps=4, stages=2)
     q_BHd, cached = qk_BHd.to(device)[:, :num_heads], LayerCache(k_NGd.to(device), v_NGd.to(device))
     mask = kernel.build_mask(index)
+    for slot in range(len(POSITIONS)):  # the next step begins while this one is in its first layers
+        ring.put_pages(slot, 0, (slot,) * ring.ring_pages)
+    ring.flush()
     out_BHd = kernel.attend(q_BHd, cached, mask).cpu()
     assert torch.equal(kernel.attend(q_BHd, cached, mask).cpu(), out_BHd), "what one kernel counts disturbs the next"
     assert out_BHd.dtype == dtype

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tramontane.proto.plan import CachePlan, SpeculativeConfig, WindowClass, ring_pages
-from tramontane.proto.request import SamplingParams, TokenEvent
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams, TokenEvent
 from tramontane.proto.step import NO_TOKEN, PLACEHOLDER_TOKEN, Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
@@ -53,6 +53,8 @@ class FakePipeline:
     texts: dict[tuple[int | str, int], int] = field(default_factory=dict)
     contents: dict[int, list[int]] = field(default_factory=dict)  # of each sequence, the text up to each of its tokens
     rows: dict[tuple[int, int, int], int] = field(default_factory=dict)  # what is in a row of a page of a class
+    writers: dict[tuple[int, int, int], int] = field(default_factory=dict)  # the sequences that have written them
+    failed: set[int] = field(default_factory=set)  # sequences that have ended with an error
     num_reused: int = 0
     events: list[TokenEvent] = field(default_factory=list)
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
@@ -84,7 +86,7 @@ class FakePipeline:
             sampled = [(c.seq_id, c.start + c.num_tokens) for b in self.in_flight for c in b.chunks if c.needs_sample]
             sampled += [(seq, at + 1) for b in self.in_flight for seq, at in zip(*b.decodes[:2], strict=True)]
             assert ((seq_id, start) in sampled) == (token_id == PLACEHOLDER_TOKEN), "a placeholder is what is not known yet"
-        tokens = [self.token_at(seq, start) if token == PLACEHOLDER_TOKEN else token for seq, start, token in columns]
+        tokens = [max(self.token_at(seq, start), 0) if token == PLACEHOLDER_TOKEN else token for seq, start, token in columns]
         return replace(batch, decodes=batch.decodes._replace(token_ids=tuple(tokens)))
 
     def answer(self, token_id: int | None = None) -> None:
@@ -96,8 +98,12 @@ class FakePipeline:
             token_ids += self._verify(run, token_at, is_ahead=batch.decodes.is_ahead)
         self.num_ahead += batch.decodes.is_ahead
         assert len(token_ids) == len(batch.sampled_seq_ids)
-        result = StepResult(batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch))
-        self.events += self.scheduler.complete(batch, result)
+        bad = {s for s, token in zip(batch.sampled_seq_ids, token_ids, strict=True) if token == NOT_FINITE_TOKEN}
+        finished = tuple((seq_id, FinishReason.ERROR) for seq_id in bad)
+        result = StepResult(batch.epoch, batch.step_id, tuple(token_ids), self._timings(batch), finished=finished)
+        new = self.scheduler.complete(batch, result)
+        self.failed |= {event.seq_id for event in new if event.finish is FinishReason.ERROR}
+        self.events += new
         self.scheduler.check_integrity()
 
     def _verify(self, run: Chunk, token_at: Callable[[int, int], int], *, is_ahead: bool) -> list[int]:
@@ -137,6 +143,7 @@ class FakePipeline:
         self.entries.clear()
         self.contents.clear()
         self.rows.clear()
+        self.writers.clear()
 
     def tokens_of(self, seq_id: int) -> list[TokenEvent]:
         return [event for event in self.events if event.seq_id == seq_id]
@@ -221,7 +228,7 @@ class FakePipeline:
                 del of_class[gone]
             for position in range(window_class.first_written(chunk.start, end, cache.page_size), end):
                 row = index, of_class[position // cache.page_size], position % cache.page_size
-                self.rows[row] = contents[position]
+                self.rows[row], self.writers[row] = contents[position], chunk.seq_id
 
     def _sequence(self, seq_id: int) -> Sequence:
         return self.scheduler._running.by_id[seq_id]

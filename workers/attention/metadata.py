@@ -9,6 +9,7 @@ Single tokens come last; they write first, then read, gathered (``bucket_decodes
 on the kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable, padded_width
+from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable, TokenRings, padded_width
 from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 
@@ -52,10 +53,11 @@ class PrefillMetadata:
 class DecodeMetadata:
     """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B] on the device.
 
-    ``starts`` are the positions on the host. ``num_pages`` is the width of a page table that holds what any of them sees.
+    ``starts`` are the positions on the host. ``num_pages`` is the width of a page table that holds what any of them sees. All
+    of it belongs to the step: nothing changes when the next one begins.
     """
 
-    ring: PageRings
+    ring: TokenRings
     slots: Tensor
     positions: Tensor
     write_rows: Tensor
@@ -179,10 +181,16 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
 
 
 def build_decode_metadata(
-    ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]
+    ring: PageRings,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    num_pages: int,
+    starts: list[int],
+    cache_rows: Callable[[PageRings, Tensor, Tensor], Tensor] = PageRings.rows,
 ) -> DecodeMetadata:
     """Build the index tensors of single tokens for one window class."""
-    return DecodeMetadata(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
+    write_rows = cache_rows(ring, slots_B, positions_B)
+    return DecodeMetadata(ring.of_tokens(slots_B), slots_B, positions_B, write_rows, num_pages, starts)
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> Tensor:

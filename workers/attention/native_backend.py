@@ -86,7 +86,7 @@ class NativeDecode:
 
     def build_mask(self, index: DecodeMetadata) -> NativeMask:
         """Build the page tables."""
-        pages_BN = page_table(index.ring, index.slots, index.positions, index.num_pages).pages_BN
+        pages_BN = page_table(index.ring, index.positions, index.num_pages).pages_BN
         return NativeMask(index.ring.window or NO_WINDOW, index.positions.contiguous(), pages_BN)
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: NativeMask) -> Tensor:

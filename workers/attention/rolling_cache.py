@@ -77,6 +77,32 @@ class PageRings:
         pages = self.pages_SR[slots, positions // self.page_size % self.ring_pages]
         return pages * self.page_size + positions % self.page_size
 
+    def of_tokens(self, slots_B: Tensor) -> "TokenRings":
+        """Return the rings of the sequences in these slots, as they are now."""
+        return TokenRings(self.window, self.page_size, self.pages_SR.index_select(0, slots_B))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRings:
+    """Page rings of the sequences of B single tokens, a copy [B, R].
+
+    What a step reads is its own: the next one may begin, and put pages into ``PageRings``, while it is in its first layers.
+    """
+
+    window: int | None
+    page_size: int
+    pages_BR: Tensor
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages of a ring."""
+        return self.pages_BR.shape[1]
+
+    def rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the cache rows of positions in the sequences of these tokens, any shape; see ``PageRings.rows``."""
+        pages = self.pages_BR[tokens, positions // self.page_size % self.ring_pages]
+        return pages * self.page_size + positions % self.page_size
+
 
 class SequenceTable:
     """State of each live sequence on this stage: slot, page rings and parameters."""
@@ -245,15 +271,14 @@ class PageTable:
     end_B: Tensor
 
 
-def page_table(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int) -> PageTable:
+def page_table(ring: TokenRings, positions_B: Tensor, num_pages: int) -> PageTable:
     """Build the table on the device. Its shape depends on ``num_pages`` alone; entries past a token's own page are arbitrary."""
     oldest_B = torch.zeros_like(positions_B) if ring.window is None else (positions_B - ring.window + 1).clamp(min=0)
     first_page_B = oldest_B // ring.page_size
     entries_BN = (first_page_B[:, None] + torch.arange(num_pages, device=positions_B.device)) % ring.ring_pages
     start_B = first_page_B * ring.page_size
-    return PageTable(
-        ring.pages_SR[slots_B[:, None], entries_BN].int(), (oldest_B - start_B).int(), (positions_B - start_B + 1).int()
-    )
+    pages_BN = ring.pages_BR.gather(1, entries_BN).int()
+    return PageTable(pages_BN, (oldest_B - start_B).int(), (positions_B - start_B + 1).int())
 
 
 def padded_width(starts: list[int], ring: PageRings) -> int:

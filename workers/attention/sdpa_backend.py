@@ -142,7 +142,7 @@ def bucket_decodes(index: DecodeMetadata) -> list[LengthBucket]:
         offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
         oldest_B = own_B - lens_B + 1
         key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
-        rows_BL = ring.rows(index.slots[tokens][:, None], key_positions_BL)
+        rows_BL = ring.rows(tokens[:, None], key_positions_BL)
         buckets.append(LengthBucket(tokens, GatheredKeys(rows_BL, (offsets_L < lens_B[:, None])[:, None, None, :])))
     return buckets
 
@@ -164,18 +164,23 @@ def group_by_length(lens: list[int]) -> list[list[int]]:
 
 
 class PagedDecode:
-    """Decode kernel that gathers every row of the page tables: the reference for kernels that read pages in place.
+    """Decode kernel that gathers as many rows as the page tables have: the reference for kernels that read pages in place.
 
     What it does depends on shapes alone, so a CUDA graph can hold it.
     """
 
     def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
-        """Build the rows of the page tables, and which of them each token sees."""
-        table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
+        """Build the rows of the page tables, and which of them each token sees.
+
+        In the places of the others stands the token's own row: other rows of its pages, and entries past them, may hold what
+        another sequence has left, and what is masked is multiplied by 0, which NaN and infinity survive.
+        """
+        table, page_size = page_table(index.ring, index.positions, index.num_pages), index.ring.page_size
         rows_P = torch.arange(page_size, device=index.positions.device)
         rows_BL = (table.pages_BN.long()[:, :, None] * page_size + rows_P).flatten(1)
         keys_L = torch.arange(rows_BL.shape[1], device=index.positions.device)
         seen_BL = (keys_L >= table.first_B[:, None]) & (keys_L < table.end_B[:, None])
+        rows_BL = torch.where(seen_BL, rows_BL, index.write_rows[:, None])
         return GatheredKeys(rows_BL, seen_BL[:, None, None, :])
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: GatheredKeys) -> Tensor:

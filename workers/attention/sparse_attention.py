@@ -35,10 +35,15 @@ class TorchSparseKernels:
         return torch.cat([(weights[:, None] @ (q.float() @ keys_iS).relu_())[:, 0] for q, weights in pairs])
 
     def attend(self, q_THd: Tensor, cached: LayerCache, chosen: ChosenKeys) -> Tensor:
-        """Gather the keys of some tokens at a time."""
+        """Gather the keys of some tokens at a time.
+
+        What is past a token's keys repeats its first one: a row of another sequence would be multiplied by 0, which NaN and
+        infinity survive.
+        """
         seen_TK = torch.arange(chosen.rows_TK.shape[1], device=q_THd.device) < chosen.counts_T[:, None]
+        rows_TK = torch.where(seen_TK, chosen.rows_TK, chosen.rows_TK[:, :1]).long()
         step = max(MAX_SCORES // (chosen.rows_TK.shape[1] * q_THd.shape[2]), 1)
-        pieces = (torch.split(each, step) for each in (q_THd, chosen.rows_TK.long(), seen_TK[:, None, None, :]))
+        pieces = (torch.split(each, step) for each in (q_THd, rows_TK, seen_TK[:, None, None, :]))
         return torch.cat([attend_gathered(q, cached, GatheredKeys(rows, seen)) for q, rows, seen in zip(*pieces, strict=True)])
 
 

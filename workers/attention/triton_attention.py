@@ -84,7 +84,7 @@ class TritonDecode:
 
     def build_mask(self, index: DecodeMetadata) -> TileMask:
         """Build a tile and the page table of each token."""
-        pages_BN = page_table(index.ring, index.slots, index.positions, index.num_pages).pages_BN
+        pages_BN = page_table(index.ring, index.positions, index.num_pages).pages_BN
         ones_B, rows_B = torch.ones_like(index.positions), torch.arange(len(index.positions), device=index.positions.device)
         tiles_B4 = torch.stack((rows_B, ones_B, index.positions, torch.zeros_like(ones_B)), dim=1).int()
         return TileMask(index.ring.window or NO_WINDOW, index.ring.page_size, tiles_B4, pages_BN)

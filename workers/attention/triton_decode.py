@@ -1,11 +1,11 @@
 """Attention of single tokens on GPUs by a Triton kernel that reads the cache's pages in place and splits each token's keys.
 
 Few tokens do not keep a GPU busy unless several programs share the keys of one: split-K, or Flash-Decoding (Dao et al., 2023).
-Each part has a softmax of its own, and the program that ends last combines the parts. A program needs nothing but a token's slot
-and position: it finds pages in the page ring itself, so the host prepares nothing and a CUDA graph may hold the kernel.
+Each part has a softmax of its own, and the program that ends last combines the parts. A program needs nothing but a token's
+position and the copy of its page ring: it finds pages itself, so the host prepares nothing and a CUDA graph may hold the kernel.
 
-Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, S slots, R pages of a ring,
-P parts; r queries, h query heads, k keys, e elements and p parts of a program.
+Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, R pages of a ring, P parts;
+r queries, h query heads, k keys, e elements and p parts of a program.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class SplitKDecode:
         blocks = [int(triton.next_power_of_2(n)) for n in (head_dim, group)]
         with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _attend[batch, self.kv_heads, self.parts](
-                *(q_BHd, k_NGd, v_NGd, ring.pages_SR, index.slots, index.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
+                *(q_BHd, k_NGd, v_NGd, ring.pages_BR, index.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
                 *(mask.ended_BG, out_BHd),
                 *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5),
                 *(ring.page_size, group, self.kv_heads, head_dim, max(blocks[0], MIN_ROWS), max(blocks[1], MIN_ROWS), blocks[1]),
@@ -95,8 +95,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     q_BHd,
     k_NGd,
     v_NGd,
-    pages_SR,
-    slots_B,
+    pages_BR,
     positions_B,
     parts_BHPd,
     highest_BHP,
@@ -125,7 +124,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     """
     token, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_B + token).to(tl.int32)
-    pages = pages_SR + tl.load(slots_B + token) * ring_pages
+    pages = pages_BR + token.to(tl.int64) * ring_pages
     oldest = tl.maximum(position - window + 1, 0)
     first_block = oldest // k_block
     share = (position // k_block - first_block + num_parts) // num_parts  # blocks of a part, rounded up

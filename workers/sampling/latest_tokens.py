@@ -22,8 +22,12 @@ class LatestTokens:
         self._slots, self._device = slots, device
 
     def put(self, seq_ids: Sequence[int], token_ids_S: Tensor) -> None:
-        """Keep the tokens that have been sampled for these sequences, each of which occurs once."""
-        self._ids_N[self._index(seq_ids)] = token_ids_S
+        """Keep the tokens that have been sampled for these sequences, each of which occurs once.
+
+        A sequence without a token has ended (NOT_FINITE_TOKEN). What is computed for it until that is known is in vain, but
+        has to begin with a token of the vocabulary: 0.
+        """
+        self._ids_N[self._index(seq_ids)] = token_ids_S.clamp(min=0)
 
     def of(self, seq_ids: Sequence[int]) -> Tensor:
         """Return the last tokens of these sequences, [S]."""

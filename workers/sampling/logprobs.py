@@ -3,13 +3,14 @@
 Shape letters: T rows of a chunk, S sampled rows, R rows with log-probabilities, V vocabulary, D model width.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tramontane.proto.request import Logprobs
+from tramontane.proto.request import NOT_FINITE_TOKEN, Logprobs
 from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_logsumexp
@@ -18,17 +19,21 @@ MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinit
 MAX_LOGITS = 2**22  # of a prompt that are computed at a time, in float32: 16 MiB
 
 Top = tuple[tuple[int, float], ...]
+# The log-probabilities of a sampled row, by its number, or of a prompt, by its sequence; None: its logits are not finite.
+Scored = tuple[int, Logprobs | None]
 Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int], has_exact_sums: bool = False
-) -> list[tuple[float, Top]]:
+) -> list[tuple[float, Top] | None]:
     """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs.
 
-    They do not depend on the other rows, nor does the choice between equal logits: on GPUs with ``has_exact_sums`` only.
+    None stands for a row whose logits are not finite, see ``sample``. They do not depend on the other rows, nor does the choice
+    between equal logits: on GPUs with ``has_exact_sums`` only.
     """
     totals_R1 = exact_logsumexp(logits_RV) if has_exact_sums else _logsumexp(logits_RV)
+    totals_R1 = torch.where(totals_R1.isfinite(), totals_R1, torch.nan)
     chosen_R1 = logits_RV.gather(1, tensor_on(token_ids, torch.int64, logits_RV.device)[:, None])
     most = min(max(num_top), logits_RV.shape[1])
     if has_exact_sums:
@@ -37,9 +42,10 @@ def token_logprobs(
     else:
         best_Rn, best_ids_Rn = _likeliest(logits_RV, [min(count, most) for count in num_top])
     logprobs = torch.cat([chosen_R1, best_Rn], dim=1) - totals_R1
-    logprobs = logprobs.nan_to_num(nan=MIN_LOGPROB).clamp(min=MIN_LOGPROB, max=0.0)
-    rows = zip(logprobs.tolist(), best_ids_Rn.tolist(), num_top, strict=True)
-    return [(chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows]
+    rows = zip(logprobs.clamp(min=MIN_LOGPROB, max=0.0).tolist(), best_ids_Rn.tolist(), num_top, strict=True)
+    return [
+        None if math.isnan(chosen) else (chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows
+    ]
 
 
 def _logsumexp(logits_RV: Tensor) -> Tensor:
@@ -116,19 +122,19 @@ class LogprobTracker:
 
     def sampled(
         self, logits_SV: Tensor, token_ids: Sequence[int], seq_ids: Sequence[int], positions: Sequence[int]
-    ) -> Iterator[Logprobs]:
+    ) -> Iterator[Scored]:
         """Yield the log-probabilities of tokens that were just chosen, by the unprocessed logits of the model."""
         asked = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top] if self._num_top else []
-        rows = [row for row in asked if token_ids[row] != NO_TOKEN]
+        rows = [row for row in asked if token_ids[row] not in (NO_TOKEN, NOT_FINITE_TOKEN)]
         if not rows:  # nearly always
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]
         logits_RV = logits_SV[tensor_on(rows, torch.int64, logits_SV.device)]
         logprobs = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top, self._has_exact_sums)
-        for row, (logprob, top) in zip(rows, logprobs, strict=True):
-            yield Logprobs(seq_ids[row], positions[row], (logprob,), (top,))
+        for row, found in zip(rows, logprobs, strict=True):
+            yield row, found and Logprobs(seq_ids[row], positions[row], (found[0],), (found[1],))
 
-    def prompts(self, batch: MicroBatch, hidden_TD: Tensor, head: Head) -> Iterator[Logprobs]:
+    def prompts(self, batch: MicroBatch, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
         """Yield the log-probabilities of the prompt tokens of a micro-batch."""
         row = 0
         for chunk in batch.chunks if self._prompts else ():
@@ -136,7 +142,7 @@ class LogprobTracker:
                 yield from self._of_chunk(chunk, hidden_TD[row : row + chunk.num_tokens], head)
             row += chunk.num_tokens
 
-    def _of_chunk(self, chunk: Chunk, hidden_TD: Tensor, head: Head) -> Iterator[Logprobs]:
+    def _of_chunk(self, chunk: Chunk, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
         """Yield those of one chunk. A token is predicted by the previous row, which may be in the previous chunk.
 
         A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then tokens 4 and 5 by rows 3
@@ -151,11 +157,15 @@ class LogprobTracker:
         prompt.last_row_1D = hidden_TD[-1:].clone()  # a view would keep all rows in memory
         if chunk.start + chunk.num_tokens >= prompt.num_prompt:
             del self._prompts[chunk.seq_id]
-        pairs: list[tuple[float, Top]] = []
+        found: list[tuple[float, Top] | None] = []
         for first in range(0, len(token_ids), self._max_rows):
             some_ids = token_ids[first : first + self._max_rows]
             logits_RV = head(rows_RD[first : first + self._max_rows])
-            pairs += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids), self._has_exact_sums)
-        if pairs:
+            found += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids), self._has_exact_sums)
+        pairs = [pair for pair in found if pair is not None]
+        if len(pairs) < len(found):
+            self._prompts.pop(chunk.seq_id, None)  # the sequence ends
+            yield chunk.seq_id, None
+        elif pairs:
             logprobs, top = zip(*pairs, strict=True)
-            yield Logprobs(chunk.seq_id, max(chunk.start, 1), logprobs, top)
+            yield chunk.seq_id, Logprobs(chunk.seq_id, max(chunk.start, 1), logprobs, top)

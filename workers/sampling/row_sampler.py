@@ -18,11 +18,15 @@ Logits = NDArray[np.float32]
 
 
 def sample_row(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
-    """Choose a token by inversion of the cumulative distribution at ``uniform``, in [0, 1); see ``sampler._sample_randomly``."""
-    scaled_V = logits_V / np.float32(max(params.temperature, MIN_TEMPERATURE))
+    """Choose a token by inversion of the cumulative distribution at ``uniform``, in [0, 1); see ``sampler._sample_randomly``.
+
+    The largest logit is finite.
+    """
+    with np.errstate(over="ignore"):
+        scaled_V = logits_V / np.float32(max(params.temperature, MIN_TEMPERATURE))
     best = scaled_V.max()
-    if not np.isfinite(best):  # an overflow of float16, or a token of infinite weight
-        return int(scaled_V.argmax())
+    if not np.isfinite(best):  # the temperature has made it too large
+        return int(logits_V.argmax())
     if len(scaled_V) > NUM_LIKELIEST:
         limit = np.partition(scaled_V, -NUM_LIKELIEST)[-NUM_LIKELIEST]
         token = _choose(scaled_V, np.flatnonzero(scaled_V >= limit), best, params, uniform)  # with all that are equal to the last

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_weights
 from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE, sample_row
@@ -32,19 +32,23 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
     """Choose one token per row, [S], on the device of the logits, without waiting for it.
 
     ``positions`` are those of the new tokens. With ``has_exact_sums`` a row's token does not depend on the other rows on GPUs.
+    NOT_FINITE_TOKEN stands for a row with NaN or plus infinity, or with nothing but minus infinity, which masks and biases leave
+    in some places: its largest number shows it, as NaN counts as larger than any. For the rest of a finite row there is nothing
+    to look at.
     """
     assert logits_SV.shape[0] == len(params) == len(positions)
     chosen = _argmax(logits_SV)
+    is_finite = logits_SV.gather(1, chosen[:, None])[:, 0].isfinite()
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows and logits_SV.device.type == "cpu" and not has_exact_sums:
-        for row in random_rows:
+        for row in random_rows if is_finite.all() else [row for row in random_rows if is_finite[row]]:
             uniform = hashed_uniform(params[row].seed or 0, params[row].choice, positions[row])
             chosen[row] = sample_row(logits_SV[row].numpy(), params[row], uniform)
     elif random_rows:
         rows = tensor_on(random_rows, torch.int64, logits_SV.device)
         draws = [(params[row], positions[row]) for row in random_rows]
         chosen[rows] = _sample_randomly(logits_SV[rows], draws, has_exact_sums)
-    return chosen
+    return torch.where(is_finite, chosen, NOT_FINITE_TOKEN)
 
 
 def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]], has_exact_sums: bool) -> Tensor:
@@ -77,6 +81,6 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]],
     targets = column([hashed_uniform(p.seed or 0, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
     picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)
     # Rounding may step past the last kept token: clamp to the last one with any probability.
-    # If all logits are NaN (a float16 overflow), none is kept: the token is then arbitrary, but nothing crashes.
+    # If a row is not finite, none is kept: the token is then arbitrary, and is not used.
     last_kept = ((probs > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     return token_ids.gather(1, torch.minimum(picks, last_kept))[:, 0]

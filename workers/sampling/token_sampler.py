@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.proto.step import NO_TOKEN
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.draft_verifier import SampledRows
@@ -64,17 +64,19 @@ class TokenSampler:
         own = [
             (seq_id, token_id)
             for seq_id, token_id in zip(rows.seq_ids, token_ids, strict=True)
-            if token_id != NO_TOKEN and seq_id not in sampled.advanced
+            if token_id not in (NO_TOKEN, NOT_FINITE_TOKEN) and seq_id not in sampled.advanced
         ]
         seq_ids, tokens = [seq_id for seq_id, _ in own], [token_id for _, token_id in own]
         return (*sampled.finished, *self._structured_output.finished(seq_ids, tokens))
 
     def _sample_in_order(self, logits_SV: Tensor, rows: SampledRows, seq_id: int, sampled: SampledTokens) -> None:
-        """Sample the rows of one sequence up to the first wrong draft, or the end of its grammar."""
+        """Sample the rows of one sequence up to the first wrong draft, the end of its grammar, or logits that are not finite."""
         sampled.advanced.add(seq_id)
         row = rows.seq_ids.index(seq_id)
         while True:
             token_id = int(sampled.token_ids[row])
+            if token_id == NOT_FINITE_TOKEN:
+                return
             if ended := self._structured_output.finished((seq_id,), (token_id,)):
                 sampled.finished += ended
                 return

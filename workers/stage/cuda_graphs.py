@@ -20,7 +20,7 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
-from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata
+from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable, next_power_of_two, padded_width
 from tramontane.workers.device.pinned_memory import fill
 from tramontane.workers.device.self_test import one_line
@@ -188,7 +188,7 @@ class CudaGraphRunner:
         if self._latest_tokens is not None:
             token_ids_B = self._latest_tokens.fill_in(token_ids_B, slots_B)
         decode = tuple(
-            DecodeMetadata(ring, slots_B, positions_B, self._kernels.cache_rows(ring, slots_B, positions_B), width, [])
+            build_decode_metadata(ring, slots_B, positions_B, width, [], self._kernels.cache_rows)
             for ring, width in zip(self._table.rings, widths, strict=True)
         )
         metadata = AttentionMetadata(token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode)

@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, DraftRequest, MicroBatch, StepResult
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -182,8 +182,11 @@ class DraftModel:
         for sequence, _, end in pieces:
             sequence.num_cached = end
             sequence.num_written = max(sequence.num_written, end)
-            if sequence.worker_id in sampled:
-                sequence.text.append(sampled[sequence.worker_id])
+            token_id = sampled.get(sequence.worker_id)
+            if token_id == NOT_FINITE_TOKEN:  # nothing can be drafted
+                sequence.goal = len(sequence.text)
+            elif token_id is not None:
+                sequence.text.append(token_id)
 
     def _make_batch(self, pieces: Sequence[_Piece]) -> MicroBatch:
         rows = [piece for piece in pieces if piece.is_decode]

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.request import FinishReason, Logprobs
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, Logprobs
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.rolling_cache import SequenceTable
 from tramontane.workers.device.pinned_memory import copy_to_host_async
 from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
 from tramontane.workers.sampling.latest_tokens import LatestTokens
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
-from tramontane.workers.sampling.logprobs import LogprobTracker
+from tramontane.workers.sampling.logprobs import LogprobTracker, Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
 from tramontane.workers.sampling.token_sampler import TokenSampler
 
@@ -72,7 +72,7 @@ class LastStage:
         self.draft_verifier.clear()
         self.logprobs.clear()
 
-    def prompt_logprobs(self, batch: MicroBatch, hidden_TD: Tensor) -> tuple[Logprobs, ...]:
+    def prompt_logprobs(self, batch: MicroBatch, hidden_TD: Tensor) -> tuple[Scored, ...]:
         """Return the log-probabilities of prompts that ask for them."""
         return tuple(self.logprobs.prompts(batch, hidden_TD, self._head))
 
@@ -80,10 +80,15 @@ class LastStage:
         """Return the logits [S, V] of the rows to be sampled."""
         return self._head(hidden_TD[sampled_rows]) if len(sampled_rows) else hidden_TD[:0]
 
-    def sample(self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Logprobs, ...]) -> Callable[[], StepTokens]:
-        """Sample a token for each row; return what reads them, which waits for the device, and is called once."""
+    def sample(self, batch: MicroBatch, logits_SV: Tensor, prompt_logprobs: tuple[Scored, ...]) -> Callable[[], StepTokens]:
+        """Sample a token for each row; return what reads them, which waits for the device, and is called once.
+
+        A sequence whose logits are not finite ends with an error, also if they are those of its prompt's log-probabilities.
+        """
+        of_prompts = tuple(found for _, found in prompt_logprobs if found is not None)
+        failed = {seq_id for seq_id, found in prompt_logprobs if found is None}
         if not batch.sampled_seq_ids:
-            return lambda: StepTokens(logprobs=prompt_logprobs)
+            return lambda: StepTokens(logprobs=of_prompts, finished=tuple((seq_id, FinishReason.ERROR) for seq_id in failed))
         rows = SampledRows.of(batch)
         sampled = self.token_sampler.sample(logits_SV, rows)
         verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids))
@@ -92,7 +97,15 @@ class LastStage:
 
         def read() -> StepTokens:
             token_ids = self.draft_verifier.accepted(verdict)
-            logprobs = (*prompt_logprobs, *self.logprobs.sampled(logits_SV, token_ids, rows.seq_ids, rows.positions))
-            return StepTokens(token_ids, logprobs, self.token_sampler.finished(sampled, rows, token_ids))
+            of_rows = dict(self.logprobs.sampled(logits_SV, token_ids, rows.seq_ids, rows.positions))
+            logprobs = (*of_prompts, *(found for found in of_rows.values() if found is not None))
+            if failed or None in of_rows.values():
+                lost = {row for row, seq_id in enumerate(rows.seq_ids) if seq_id in failed or of_rows.get(row, ()) is None}
+                token_ids = tuple(NOT_FINITE_TOKEN if row in lost else token_id for row, token_id in enumerate(token_ids))
+            finished = self.token_sampler.finished(sampled, rows, token_ids)
+            if failed or NOT_FINITE_TOKEN in token_ids:
+                ended = failed.union(s for s, token in zip(rows.seq_ids, token_ids, strict=True) if token == NOT_FINITE_TOKEN)
+                finished = (*finished, *((seq_id, FinishReason.ERROR) for seq_id in ended))
+            return StepTokens(token_ids, logprobs, finished)
 
         return read

@@ -10,7 +10,6 @@ from torch import Tensor
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.request import Logprobs
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
@@ -25,6 +24,7 @@ from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import RotaryTables, make_rotary_tables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.latest_tokens import LatestTokens
+from tramontane.workers.sampling.logprobs import Scored
 from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation, Outcome, PendingOutcome
 from tramontane.workers.stage.batch_invariance import check_batch_invariance
@@ -277,7 +277,7 @@ class StageWorker:
         prompt_logprobs = self.last_stage.prompt_logprobs(step.batch, hidden_TD)
         return self._pending_outcome(step, self.last_stage.logits(hidden_TD, metadata.sampled_rows), prompt_logprobs)
 
-    def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> PendingOutcome:
+    def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Scored, ...] = ()) -> PendingOutcome:
         """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
         batch, incoming, timer, recorder = step
         last, read_tokens = self.last_stage, None

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pty
 import select
@@ -31,6 +32,7 @@ from tramontane.router.tokenization.loader import load_chat_template, require_to
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 from tramontane.router.tokenization.reasoning_parser import ReasoningFormat, ReasoningParser, Split
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.token_sampler import TokenSampler
 
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
 SLOW = """
@@ -228,6 +230,14 @@ def test_a_line_that_cannot_be_answered_ends_it(chat: Chat) -> None:
     assert "with a context of 160 positions it may take 159" in err.splitlines()[-1]
     code, _, err = chat("The", b"fox \xff")
     assert (code, err.splitlines()[-1]) == (2, "error: line 2 of standard input is not valid UTF-8")
+
+
+def test_an_answer_that_overflows_ends_it(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = TokenSampler.sample
+    monkeypatch.setattr(TokenSampler, "sample", lambda own, logits_SV, rows: sample(own, logits_SV * math.inf, rows))
+    code, out, err = chat("The quick", "brown fox")
+    assert (code, out) == (2, "")
+    assert "the logits of its next token are not finite" in err
 
 
 @pytest.mark.parametrize(("line", "why"), [("/clear", "there is no command '/clear'"), (b"\xff", "line 1 of standard input")])

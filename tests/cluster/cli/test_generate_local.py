@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from reference import assert_best_experts, assert_same_tokens, greedy
 from rich.console import Console
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
+from torch import Tensor
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli import generate as generate_command
@@ -27,6 +29,8 @@ from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import PipelinePlan
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.loader import require_tokenizer
+from tramontane.workers.sampling.draft_verifier import SampledRows
+from tramontane.workers.sampling.token_sampler import SampledTokens, TokenSampler
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 VOCAB = 300
@@ -465,3 +469,29 @@ def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     display.end(1)
     display.stop()
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_prompt_that_overflows_says_so_and_the_others_are_as_they_are(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, sample = generate("--json", "--temperature", "0", *PROMPTS), TokenSampler.sample
+    num_rows = dict[int, int]()
+
+    def overflow(sampler: TokenSampler, logits_SV: Tensor, rows: SampledRows) -> SampledTokens:
+        for row, seq_id in enumerate(rows.seq_ids):
+            num_rows[seq_id] = num_rows.get(seq_id, 0) + 1
+            if seq_id == 2 and num_rows[seq_id] == 4:
+                logits_SV[row] = math.nan
+        return sample(sampler, logits_SV, rows)
+
+    monkeypatch.setattr(TokenSampler, "sample", overflow)
+    for flags in ((), ("--json",)):
+        num_rows.clear()
+        run = generate("--temperature", "0", *flags, *PROMPTS)
+        if not flags:
+            assert "prompt 3: the answer cannot be continued: the logits of its next token are not finite" in run.err
+    found = run.json["completions"]
+    assert found.pop(2)["error"].startswith("the answer cannot be continued")
+    assert found == [each for number, each in enumerate(expected.json["completions"]) if number != 2]
+    [failed] = [each for number, each in enumerate(run.json["completions"]) if number == 2]
+    assert (failed["finish_reason"], len(failed["token_ids"])) == ("error", 3)

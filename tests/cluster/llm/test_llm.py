@@ -1,6 +1,8 @@
 """``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over Ray."""
 
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -347,6 +349,23 @@ def test_a_failure_of_the_pipeline_is_raised_as_it_is(llm: LLM, monkeypatch: pyt
 def test_a_completion_whose_grammar_is_none_ends_with_an_error(llm: LLM) -> None:
     [output] = llm.generate("ROMEO:", SamplingParams(max_tokens=4, grammar="this is no grammar"))
     assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert "as its schema requires" in output.outputs[0].error
+
+
+def test_a_completion_that_overflows_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    [expected] = llm.generate("ROMEO:", GREEDY)
+    last, calls = llm._engine.engine.router.chain.stages[-1].last_stage, itertools.count()  # type: ignore[attr-defined]
+    head = last._head
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "_head", lambda hidden_TD: head(hidden_TD) * (math.inf if next(calls) == 4 else 1))
+        [output] = llm.generate("ROMEO:", GREEDY)
+    [whole], [completion] = expected.outputs, output.outputs
+    assert completion.finish_reason is FinishReason.ERROR
+    assert "are not finite" in completion.error
+    assert completion.token_ids == whole.token_ids[:4]
+    assert whole.text.startswith(completion.text)
+    assert llm.generate("ROMEO:", GREEDY) == [expected]
+    assert whole.error == ""
 
 
 def test_an_interrupted_call_cancels_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

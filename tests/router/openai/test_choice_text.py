@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.errors import UnsatisfiableSchemaError
-from tramontane.proto.request import FinishReason, TokenEvent
+from tramontane.proto.errors import NotFiniteError, UnsatisfiableSchemaError
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, TokenEvent
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.stop_matcher import StopMatcher
@@ -329,3 +329,5 @@ def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:
     text.push(TokenEvent(0, 5))
     with pytest.raises(UnsatisfiableSchemaError, match="as its schema requires"):
         text.push(TokenEvent(0, 5, FinishReason.ERROR))
+    with pytest.raises(NotFiniteError, match="are not finite"):
+        text.push(TokenEvent(0, NOT_FINITE_TOKEN, FinishReason.ERROR))

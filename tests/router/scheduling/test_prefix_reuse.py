@@ -9,7 +9,7 @@ from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.router.scheduling import prefix_cache
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
@@ -67,6 +67,50 @@ def test_any_traffic_with_common_beginnings(
             pipe.fence()
     pipe.drain()
     assert all(len(pipe.tokens_of(seq_id)) == 9 for seq_id in alive)
+    assert pipe.scheduler.is_idle
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    page_size=st.sampled_from([1, 3, 8]),
+    windows=st.sampled_from([(24,), (None,), (5, None), (40, 9)]),
+    budget=st.integers(1, 120),
+    room=st.floats(1, 4),
+    is_asynchronous=st.booleans(),
+)
+def test_nothing_of_a_sequence_that_is_not_finite_is_reused(
+    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, room: float, is_asynchronous: bool
+) -> None:
+    """Some overflow at a position of their answers, also where steps in flight follow; the others get all their tokens."""
+    rng, cache = random.Random(seed), new_cache(page_size, room, *windows)
+    pipe = new_pipeline(cache, seqs=5, budget=budget, in_flight=2, async_scheduling=is_asynchronous)
+    lengths: dict[int, int] = {}
+    allocator, reuse_prefix = pipe.scheduler.allocator, pipe.scheduler.allocator.reuse_prefix
+
+    def checked(sequence: Sequence) -> None:
+        reuse_prefix(sequence)
+        pages = [(index, page) for index, own in enumerate(sequence.pages) for page in own]
+        assert pipe.failed.isdisjoint(pipe.writers[index, page, row] for index, page in pages for row in range(page_size))
+
+    allocator.reuse_prefix = checked  # type: ignore[method-assign]
+    for seq_id in range(14):
+        prompt = (*rng.choice(TEXTS)[: rng.randint(0, 150)], *rng.choices(range(900, 999), k=rng.randint(1, 30)))
+        lengths[seq_id] = len(prompt) + (rng.randint(0, 8) if rng.random() < 0.4 else 99)  # the position that overflows
+        pipe.token_at = lambda seq, at: NOT_FINITE_TOKEN if at >= lengths[seq] else 3 + (seq + at) % 990
+        pipe.scheduler.add(_sequence(seq_id, prompt))
+        for _ in range(rng.randint(0, 8)):
+            pipe.submit()
+            if pipe.in_flight and rng.random() < 0.7:
+                pipe.answer()
+    pipe.drain()
+    for seq_id in lengths:
+        events = pipe.tokens_of(seq_id)
+        tokens = [event.token_id for event in events]
+        is_bad = tokens[-1] == NOT_FINITE_TOKEN
+        assert (seq_id in pipe.failed) == is_bad == (events[-1].finish is FinishReason.ERROR)
+        assert is_bad or len(tokens) == 9
+        assert NOT_FINITE_TOKEN not in tokens[:-1]
     assert pipe.scheduler.is_idle
 
 

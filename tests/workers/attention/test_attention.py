@@ -150,7 +150,8 @@ def test_blocks_of_a_window_see_what_the_window_sees_and_few_other_keys(num_quer
 
 def _filled(index: DecodeMetadata, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
     """A cache with a scratch page. What no token sees would be noticed."""
-    cached = LayerCache.zeros(((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim), dtype, torch.device("cpu"))
+    num_rows = (int(index.ring.pages_BR.max()) + 2) * index.ring.page_size
+    cached = LayerCache.zeros((num_rows, kv_heads, head_dim), dtype, torch.device("cpu"))
     cached.k_NGd.fill_(50.0)
     cached.v_NGd.fill_(1e4)
     for token, rows in enumerate(_seen_rows(index)):
@@ -164,9 +165,9 @@ def _seen_rows(index: DecodeMetadata) -> list[Tensor]:
     """Of each token, in position order, from the rows of positions alone."""
     window = index.ring.window
     seen = []
-    for slot, position in zip(index.slots.tolist(), index.starts, strict=True):
+    for token, position in enumerate(index.starts):
         positions = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
-        seen.append(index.ring.rows(torch.full_like(positions, slot), positions))
+        seen.append(index.ring.rows(torch.full_like(positions, token), positions))
     return seen
 
 

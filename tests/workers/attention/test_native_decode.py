@@ -1,5 +1,7 @@
 """The kernel in C for single tokens computes what PyTorch's attention does, for each token on its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from native_attention import GEOMETRIES, TOLERANCE, threads
@@ -77,7 +79,11 @@ def test_what_it_computes_depends_on_no_other_token_and_on_no_number_of_threads(
             assert torch.equal(_native(q, cache, index), together)
             for i, start in enumerate(STARTS):
                 own = slice(i, i + 1)
-                alone = build_decode_metadata(index.ring, index.slots[own], index.positions[own], index.num_pages, [start])
+                alone = DecodeMetadata(
+                    replace(index.ring, pages_BR=index.ring.pages_BR[own]),
+                    *(each[own] for each in (index.slots, index.positions, index.write_rows)),
+                    *(index.num_pages, [start]),
+                )
                 assert torch.equal(_native(q[own], cache, alone), together[own])
 
 

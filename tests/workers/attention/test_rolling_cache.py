@@ -93,7 +93,7 @@ class DecodeRecorder:
 
 def _paged_keys(cached: LayerCache, index: DecodeMetadata) -> list[list[Key]]:
     """Page by page and row by row, as the table has it."""
-    table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
+    table, page_size = page_table(index.ring, index.positions, index.num_pages), index.ring.page_size
     seen = []
     for pages, first, end in zip(table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist(), strict=True):
         assert end <= len(pages) * page_size
@@ -461,7 +461,7 @@ def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: 
     rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
     rings.put_pages(1, 0, (7, 2, 5))
     rings.flush()
-    table = page_table(rings, torch.tensor([1]), torch.tensor([position]), 3)
+    table = page_table(rings.of_tokens(torch.tensor([1])), torch.tensor([position]), 3)
     assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == ([pages], [first], [end])
 
 

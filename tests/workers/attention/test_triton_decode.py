@@ -40,9 +40,9 @@ def test_candidates_have_programs_for_a_gpu_and_are_few() -> None:
 def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], page_size: int) -> None:
     """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a time."""
     block, warps, stages = variant
-    types = (*("*bf16",) * 3, *("*i64",) * 3, *("*fp32",) * 3, "*i32", "*bf16", *("i32",) * 4, "fp32")
+    types = (*("*bf16",) * 3, *("*i64",) * 2, *("*fp32",) * 3, "*i32", "*bf16", *("i32",) * 4, "fp32")
     constants = (page_size, 4, 8, 128, 128, 16, 4, block, 16)
-    usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(12), warps, stages)
+    usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(11), warps, stages)
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
 

@@ -19,7 +19,8 @@ def _run(tracker: LogprobTracker, hidden_TD: Tensor, start: int, head_DV: Tensor
     chunk = Chunk(7, start, token_ids, ((),), sampling, needs_sample=False, num_prompt=len(PROMPT) if start == 0 else 0)
     batch = MicroBatch(0, 0, (chunk,), freed)
     tracker.update(batch)
-    return list(tracker.prompts(batch, hidden_TD, lambda rows_RD: rows_RD @ head_DV))
+    found = tracker.prompts(batch, hidden_TD, lambda rows_RD: rows_RD @ head_DV)
+    return [logprobs for _, logprobs in found if logprobs is not None]
 
 
 def test_the_last_row_of_a_chunk_is_kept_by_value_and_alone() -> None:

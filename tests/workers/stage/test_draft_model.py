@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
+import torch
 from harness import random_ids, run_prompts, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import DraftRequest, MicroBatch
+from tramontane.workers.sampling.draft_verifier import SampledRows
+from tramontane.workers.sampling.token_sampler import SampledTokens
 from tramontane.workers.stage import draft_model
 from tramontane.workers.stage.activation import Outcome
 from tramontane.workers.stage.draft_model import DraftModel
@@ -362,6 +365,26 @@ def test_a_text_ends_with_the_context(max_model_len: int, num_expected: int) -> 
 def test_rings_with_a_window_end_with_the_models_context() -> None:
     model = _tiny(max_model_len=20)
     assert [len(drafts or ()) for drafts in model.draft([_begin(0, random_ids(60, 0), 9)])] == [4]
+
+
+def test_a_sequence_that_overflows_has_no_drafts_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [_begin(0, (1, 2, 3)), _begin(1, (7, 8))]
+    expected, model = _tiny().draft(requests), _tiny()
+    last = model._worker.last_stage
+    assert last is not None
+    sample = last.token_sampler.sample
+
+    def overflow(logits_SV: torch.Tensor, rows: SampledRows) -> SampledTokens:
+        for row, position in enumerate(rows.positions):
+            logits_SV[row] += torch.nan if rows.seq_ids[row] == bad and position >= 4 else 0
+        return sample(logits_SV, rows)
+
+    bad = 1  # an id on the worker
+    monkeypatch.setattr(last.token_sampler, "sample", overflow)
+    found = model.draft(requests)
+    lengths = [len(drafts) for drafts in found if drafts is not None]
+    assert sorted(lengths) in ([1, 3], [2, 3])
+    assert all(drafts == whole[: len(drafts)] for drafts, whole in zip(found, expected, strict=True) if drafts and whole)
 
 
 def test_nothing_is_computed_for_no_drafts() -> None:

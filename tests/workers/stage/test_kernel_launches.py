@@ -46,9 +46,9 @@ LAYERS = 2
 # Of a layer: four products, two norms, the rotation with the write to the cache, attention and silu_and_mul. With experts three
 # products are followed by their choice, gate_up (with silu_and_mul) and down.
 MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
-# Three to fill in sampled tokens, their cache rows, embedding, cos_sin, counters of attention's parts, padding, the last sum,
-# norm, product and conversion to float32.
-MAX_OTHER_LAUNCHES = 12
+# Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin, counters of parts, padding,
+# the last sum, norm, product and conversion to float32.
+MAX_OTHER_LAUNCHES = 13
 MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 
 
