@@ -45,7 +45,7 @@ OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton
 	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \
-		-m "not ray" -k "not compile_for and not compiles_for and not other_processors" $(PARALLEL) $(OF_PRODUCTS)
+		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(PARALLEL) $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster --ignore=tests/cluster/pipeline

@@ -36,9 +36,9 @@ def main() -> int:
         print(f"no older processor is tried on {platform.machine()}: the variables are those of x86-64")
         return 0
     environment = {**os.environ, **VARIABLES, "NPY_DISABLE_CPU_FEATURES": " ".join(newer_features())}
-    told = instructions(environment)
-    print("instructions: " + ", ".join(f"{library} {name}" for library, name in told.items()), flush=True)
-    if told != EXPECTED:
+    reported = instructions(environment)
+    print("instructions: " + ", ".join(f"{library} {name}" for library, name in reported.items()), flush=True)
+    if reported != EXPECTED:
         print(f"these are not those of a processor with AVX2, which would be: {EXPECTED}", file=sys.stderr)
         return 1
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environment)
@@ -57,8 +57,8 @@ def instructions(environment: Mapping[str, str]) -> dict[str, str]:
     asked = {**environment, "ONEDNN_VERBOSE": "1"}  # it says so where it computes for the first time
     lines = subprocess.run(command, env=asked, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     (of_onednn,) = (line.partition("cpu,isa:")[2] for line in lines if "cpu,isa:" in line)
-    told = {**json.loads(lines[-1]), "oneDNN": of_onednn}
-    return {library: told[library] for library in EXPECTED}
+    reported = {**json.loads(lines[-1]), "oneDNN": of_onednn}
+    return {library: reported[library] for library in EXPECTED}
 
 
 def ask_libraries() -> dict[str, str]:

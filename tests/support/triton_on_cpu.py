@@ -3,8 +3,9 @@
 Its products are NumPy's: the order of a sum, and so its bits, depend on the processor and on the number of rows. Here a sum adds
 its products in the order of the inputs, each rounded by itself, which gives the same bits on every processor and for every number
 of rows. Its products of bfloat16 are wrong too: it keeps bfloat16 as the bits of an integer and multiplies these. They are
-repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call of a
-function within a kernel it replaces the functions of the language again, for a third of its time; here it does so once.
+repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With
+every call of a function within a kernel it replaces the functions of the language again, for a third of its time; here it does
+so once.
 """
 
 import os

@@ -93,7 +93,7 @@ def vector_instructions() -> str:
 
 
 def _target() -> tuple[str, ...]:
-    """Return the option that names the processor to compile for; none where the compiler's own options do. Raises CompilerError."""
+    """Return the option for this processor; nothing where the options in CC name another one. Raises CompilerError."""
     return () if any(word.startswith("-march=") for word in _compiler()[0]) else (THIS_PROCESSOR,)
 
 
