@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -30,13 +30,22 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.py
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline check
 test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray
-	@$(MAKE) --no-print-directory test-plain; plain=$$?; \
+	@$(MAKE) --no-print-directory --keep-going test-plain test-older-processor; plain=$$?; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory --keep-going test-serve test-ray; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
 	$(PYTEST) -m "not ray" $(PARALLEL)
+
+# Whose verdict rests on products, or on which kernels a processor gets; nothing here is compiled for GPUs a second time.
+OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton_attention.py \
+	tests/workers/device $(addprefix tests/workers/kernels/test_, head_products.py integer_products.py linear.py \
+	packed_linear.py product_selection.py quantized_linear.py triton_linear.py) \
+	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
+test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \
+		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(PARALLEL) $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster --ignore=tests/cluster/pipeline

@@ -53,9 +53,10 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "argv", command)
     status = gpu.main()
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    states = dict.fromkeys(parts, "ok") | {"stages": "missed"}  # four processes are no faster than one on a few cores
-    assert {name: part["state"] for name, part in report.items()} == states, report
-    assert status == 1
+    assert report.keys() == parts.keys()
+    states = {part["state"] for part in report.values()}
+    assert states <= {"ok", "missed"}, report  # whether a target of speed is met depends on the machine
+    assert status == int("missed" in states)
     assert "skipped" in report["tests"]["tail"]
     for_gpus = {"prefill", "split-k", "gemv"}  # which end at once on a CPU
     written = {name for name, part in report.items() if part["rows"]}

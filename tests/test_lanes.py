@@ -127,7 +127,7 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ("OTHERS = test-serve-command test-ray-pipeline check", "OTHERS = test-serve-command check"),
         ("--keep-going test-serve test-ray;", "--keep-going test-ray;"),
         ("--keep-going test-serve test-ray;", "--keep-going test-serve;"),
-        ("--no-print-directory test-plain;", "--no-print-directory check;"),
+        ("test-plain test-older-processor;", "check test-older-processor;"),
     ],
 )
 def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None:

@@ -1,8 +1,11 @@
 """Triton's interpreter, which runs kernels on the CPU. To be imported before Triton, in a program of its own.
 
-Its products of bfloat16 are wrong: it keeps bfloat16 as the bits of an integer and multiplies these. They are repaired here,
-and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call of a
-function within a kernel it replaces the functions of the language again, for a third of its time; here it does so once.
+Its products are NumPy's: the order of a sum, and so its bits, depend on the processor and on the number of rows. Here a sum adds
+its products in the order of the inputs, each rounded by itself, which gives the same bits on every processor and for every number
+of rows. Its products of bfloat16 are wrong too: it keeps bfloat16 as the bits of an integer and multiplies these. They are
+repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With
+every call of a function within a kernel it replaces the functions of the language again, for a third of its time; here it does
+so once.
 """
 
 import os
@@ -16,14 +19,29 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-_dot, _patch_tensor = InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+_patch_tensor = interpreter._patch_lang_tensor
 
 
-def _as_float(handle: Any) -> Any:  # noqa: ANN401 - of Triton's interpreter
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle
-    bits = handle.data.view(np.uint16).astype(np.uint32) << 16  # a bfloat16 is the upper half of a float32
-    return TensorHandle(bits.view(np.float32), tl.float32)
+def _numbers(handle: Any) -> np.ndarray:  # noqa: ANN401 - of Triton's interpreter
+    """Return the numbers of a matrix, also where the interpreter keeps bits."""
+    if handle.dtype.scalar == tl.bfloat16:
+        bits = handle.data.view(np.uint16).astype(np.uint32) << 16  # a bfloat16 is the upper half of a float32
+        return bits.view(np.float32)
+    assert not (handle.dtype.is_floating() and handle.dtype.primitive_bitwidth == 8), "products of float8 are not repaired"
+    return handle.data
+
+
+def multiply(left_MK: np.ndarray, right_KN: np.ndarray) -> np.ndarray:
+    """Return a product whose sums add up in the order of the inputs, in the dtype of both; more dimensions may come first."""
+    out_MN = np.zeros(np.broadcast_shapes(left_MK[..., :1].shape, right_KN[..., :1, :].shape), left_MK.dtype)
+    for k in range(left_MK.shape[-1]):
+        out_MN += left_MK[..., k, None] * right_KN[..., k, None, :]
+    return out_MN
+
+
+def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:  # noqa: ANN401
+    left_MK, right_KN = (_numbers(handle).astype(d.data.dtype) for handle in (a, b))
+    return TensorHandle(multiply(left_MK, right_KN) + d.data, d.dtype.scalar)
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:  # noqa: ANN401 - of Triton's interpreter
@@ -54,6 +72,6 @@ class _PatchOnce:
         return self._patch(function)
 
 
-InterpreterBuilder.create_dot = lambda self, a, b, *rest: _dot(self, _as_float(a), _as_float(b), *rest)
+InterpreterBuilder.create_dot = _create_dot
 interpreter._patch_lang_tensor = _patch_lang_tensor
 _PatchOnce().install()

@@ -27,7 +27,13 @@ ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # ELEMENT in the sources
 # What -ffast-math has that changes no result but zeros' signs and the roundings between products and sums. Sums in any order are
 # not among it: a compiler orders them as it unrolls a loop, one way for one row and another for several.
 ARITHMETIC = ("-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast")
-FLAGS = ("-O3", "-march=native", *ARITHMETIC, "-shared", "-fPIC")
+FLAGS = ("-O3", *ARITHMETIC, "-shared", "-fPIC")
+THIS_PROCESSOR = "-march=native"  # unless CC names one: CC="cc -march=haswell" compiles for processors with AVX2 and no AVX-512
+# Vector instructions, the best first, and what a compiler defines where it uses them.
+VECTOR_MACROS = {
+    **{"avx512_bf16": "__AVX512BF16__", "avx512f": "__AVX512F__", "avx2": "__AVX2__", "avx": "__AVX__"},
+    **{"sve": "__ARM_FEATURE_SVE", "asimd": "__ARM_NEON"},
+}
 HEADERS = Path(__file__).parent  # where element.h is
 THREADS = "-fopenmp"  # with the library of PyTorch's own threads, which is loaded already and has the same name
 COMPILE_TIMEOUT_S = 60.0
@@ -54,7 +60,7 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
         with _locked(library.with_suffix(".lock")):
             if (kept := _load_kept(library)) is not None:  # another process has made it by now
                 return kept
-            _compile([*_compiler()[0], *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
+            _compile([*_compiler()[0], *_target(), *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
         return ctypes.CDLL(str(library))
     except OSError as error:  # no space, or a folder from which nothing can be executed
         raise CompilerError(f"the compiled kernels cannot be kept or loaded: {one_line(error)}") from None
@@ -126,7 +132,25 @@ def platform_name() -> str:
     """Name all that kernels in C depend on besides their sources: options, compiler and processor. Raises CompilerError."""
     command, found = _compiler()
     status = found.stat()
-    return f"{[found.name, *command[1:]]} {FLAGS} {status.st_mtime_ns} {status.st_size} {processor()}"
+    return f"{[found.name, *command[1:], *_target()]} {FLAGS} {status.st_mtime_ns} {status.st_size} {processor()}"
+
+
+@cache
+def _defined_macros(command: tuple[str, ...]) -> frozenset[str]:
+    """Return the names that a compiler defines by itself, with these options. Raises CompilerError."""
+    text = _run([*command, "-dM", "-E", "-x", "c", os.devnull])
+    return frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define "))
+
+
+def vector_instructions() -> str:
+    """Return the best vector instructions that kernels are compiled for, as the compiler says, or "". Raises CompilerError."""
+    macros = _defined_macros((*_compiler()[0], *_target()))
+    return next((name for name, macro in VECTOR_MACROS.items() if macro in macros), "")
+
+
+def _target() -> tuple[str, ...]:
+    """Return the option for this processor; nothing where the options in CC name another one. Raises CompilerError."""
+    return () if any(word.startswith("-march=") for word in _compiler()[0]) else (THIS_PROCESSOR,)
 
 
 def _compiler() -> tuple[list[str], Path]:
@@ -168,9 +192,9 @@ def _compile(command: list[str], library: Path) -> None:
         made.replace(library)  # at once: several stages may start together
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:
         raise CompilerError(f"{command[0]} cannot compile them: {one_line(Exception(error.stderr))}") from None
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from tramontane.workers.device.native_library import VECTOR_MACROS, CompilerError, vector_instructions
+
 COPY_BYTES = 2**28  # far more than any cache between processor and memory
 MAX_PANEL_ROWS = 32  # of any processor
-VECTOR_INSTRUCTIONS = ("avx512_bf16", "avx512f", "avx2", "avx", "sve", "asimd")  # the best first
 
 
 def visible_gpus() -> list[tuple[str, int]]:
@@ -44,13 +45,19 @@ def processor_name(cpuinfo: str) -> str:
     flags = fields.get("flags", fields.get("Features", "")).split()
     numbers = {"family": "cpu family", "model": "model", "part": "CPU part"}
     known = [f"{name} {fields[key]}" for name, key in numbers.items() if key in fields]
-    best = [name for name in VECTOR_INSTRUCTIONS if name in flags][:1]
+    best = [name for name in VECTOR_MACROS if name in flags][:1]
     return ", ".join([fields.get("model name", platform.machine()), *known, *best])
 
 
 def panel_rows() -> int:
-    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``, without compiling it."""
-    instructions = device_name("cpu").rpartition(", ")[2]
+    """Return how many rows of a matrix a panel of packed ones has here: ``COLUMNS`` of ``tile.h``, without compiling it.
+
+    1 without a C compiler, where matrices are not packed.
+    """
+    try:
+        instructions = vector_instructions()
+    except CompilerError:
+        return 1
     return 32 if instructions.startswith("avx512") else 16 if instructions.startswith("avx") else 8
 
 

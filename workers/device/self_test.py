@@ -4,13 +4,15 @@ The tested operation has to run and to be correct. If it is not, a log line says
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # what compiles kernels and plans without loading torch imports this module
+    from torch import Tensor
 
 MAX_REASON_CHARS = 200
 
 
-def assert_close_norm(out: Tensor, expected: Tensor, max_difference: float) -> None:
+def assert_close_norm(out: "Tensor", expected: "Tensor", max_difference: float) -> None:
     """Raise ArithmeticError if the norm of the difference, relative to that of ``expected``, is too large or NaN."""
     relative = float((out.float() - expected.float()).norm() / expected.float().norm())
     if not relative <= max_difference:

@@ -55,6 +55,7 @@ def has_native_matmul(device: str, dtype: torch.dtype) -> bool:
     return bool(supported())
 
 
+@torch.no_grad()  # products are written into their place, which no gradient could follow
 def blockwise_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None) -> Tensor:
     """Compute x (W scale)^T in ``dtype``, into which a block of rows of W is converted at a time; return the dtype of x."""
     out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import shutil
 import stat
 import tempfile
@@ -236,3 +237,27 @@ def test_a_library_depends_on_the_headers(tmp_path: Path, source: Path, monkeypa
     before = source_digest(source)
     header.write_text("typedef double element;", encoding="utf-8")
     assert source_digest(source) != before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are of compilers for x86-64")
+@pytest.mark.parametrize(
+    ("options", "instructions"),
+    [
+        ("-march=haswell", "avx2"),  # not the machine's own
+        ("-march=skylake-avx512 -mno-avx512f", "avx2"),
+        ("-march=sandybridge", "avx"),
+        ("-march=x86-64", ""),
+        ("-mno-avx", ""),
+    ],
+)
+def test_the_compiler_names_the_instructions(
+    options: str, instructions: str, noted: tuple[str, Path], compile_with: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CC may name a processor, and the library is compiled for that one."""
+    compiler, seen = noted
+    monkeypatch.setenv("CC", f"{compiler} {options}")
+    assert native_library.vector_instructions() == instructions
+    seen.write_text("", encoding="utf-8")
+    assert compile_with(f"{compiler} {options}").seven() == 111
+    assert ("-march=native" in seen.read_text(encoding="utf-8")) == ("-march" not in options)
+    assert native_library.platform_name().count("-march=") == 1

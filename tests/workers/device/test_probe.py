@@ -2,6 +2,8 @@
 
 import itertools
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,8 +60,19 @@ def test_panels_have_the_rows_that_the_kernels_give_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("A, avx512_bf16", 32), ("A, avx512f", 32), ("A, avx2", 16), ("A, avx", 16), ("A", 8), ("A, asimd", 8)]
+    ("instructions", "rows"), [("avx512_bf16", 32), ("avx512f", 32), ("avx2", 16), ("avx", 16), ("", 8), ("asimd", 8)]
 )
-def test_panels_are_two_vectors(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "device_name", lambda _: name)
+def test_panels_are_two_vectors(instructions: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "vector_instructions", lambda: instructions)
     assert panel_rows() == rows
+
+
+def test_matrices_are_not_packed_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such")
+    assert panel_rows() == 1
+
+
+def test_plans_need_no_torch() -> None:
+    """It takes seconds to load."""
+    program = f"import sys, {probe.__name__} as probe; probe.panel_rows(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

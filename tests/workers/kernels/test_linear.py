@@ -63,6 +63,18 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
     assert went_in_blocks == ([] if can else [FEW_TOKENS + 1, 70])
 
 
+@pytest.mark.parametrize("can", [False, True])
+def test_weights_are_multiplied_as_they_are_made(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+    """Outside of inference mode, where a new layer's weights require gradients: the same on every processor."""
+    monkeypatch.setattr(linear, "has_native_matmul", lambda _device, _dtype: can)
+    layer, x_TK = _linear(48, 32, torch.bfloat16), _random(70, 32, dtype=torch.bfloat16, seed=1)
+    assert layer.weight.requires_grad
+    with torch.no_grad():
+        expected_TN = layer(x_TK)
+    assert torch.equal(layer(x_TK), expected_TN)
+    assert torch.equal(layer(x_TK.float()), blockwise_linear(x_TK.float(), layer.weight.detach(), torch.float32))
+
+
 def test_float32_and_gpus_need_no_help() -> None:
     assert has_native_matmul("cpu", torch.float32)
     assert all(has_native_matmul("cuda", dtype) for dtype in TOLERANCES)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.workers.device.native_library import CompilerError, compile_library
+from tramontane.workers.device.probe import panel_rows
 from tramontane.workers.kernels import packed_linear
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear, PackedMatmul, pack_linears, packed_matmul
@@ -288,6 +289,7 @@ def test_other_processors(
     monkeypatch.setenv("CC", f"cc {options}")
     matmul = PackedMatmul(*kind)
     assert matmul.packed_shape(1, 1)[2:] == unit
+    assert panel_rows() == unit[0], "planned"
     for shape in (*SHAPES, LONG):
         weight_NK, scale_N = _weight(matmul, *shape), _scale(matmul, shape[0])
         packed_PUCS = matmul.pack(weight_NK)
