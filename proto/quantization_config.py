@@ -17,7 +17,7 @@ QUANTIZATION_FILES = MappingProxyType(
     {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ", "hf_quant_config.json": "modelopt"}
 )
 NAMES = MappingProxyType({"awq": "AWQ", "gptq": "GPTQ"})
-LOADED_WHILE = ("load_in_4bit", "load_in_8bit")  # keys of bitsandbytes, whose old files name no method
+LOADED_IN = MappingProxyType({"load_in_4bit": 4, "load_in_8bit": 8})  # keys of bitsandbytes, whose old files name no method
 # What a list of layers that stay as they are names in every FP8 checkpoint: nothing that is quantized here.
 OUTSIDE = re.compile(r"vision|multi_modal|patch_merger|(gate|norm)(\.weight)?\$?$")
 OF_LAYERS = re.compile(r"layers|_proj|self_attn|attention|mlp|experts|feed_forward")
@@ -59,13 +59,13 @@ def describe_quantization(given: Mapping[str, Any], program: str = "MLX") -> str
 
     ``program`` is the one that writes no ``quant_method`` there; in ``config.json`` that is MLX.
     """
-    method = str(given.get("quant_method") or ("bitsandbytes" if any(map(given.get, LOADED_WHILE)) else program))
+    method = str(given.get("quant_method") or ("bitsandbytes" if any(map(given.get, LOADED_IN)) else program))
     details = [str(given["quant_algo"])] if given.get("quant_algo") else []
     groups = [group for group in (given.get("config_groups") or {}).values() if group]
     details += sorted({str(each) for each in (given.get("format"), *(group.get("format") for group in groups)) if each})
     blocks = [weights.get("block_structure") for group in groups if (weights := group.get("weights"))]
     details += sorted({_in_blocks(block) for block in blocks if block})
-    bits = given.get("bits") or given.get("w_bit") or next((key[len("load_in_")] for key in LOADED_WHILE if given.get(key)), None)
+    bits = given.get("bits") or given.get("w_bit") or next((n for key, n in LOADED_IN.items() if given.get(key)), None)
     details += [f"{bits} bits"] if bits else []
     return NAMES.get(method, method) + f" ({', '.join(details)})" * bool(details)
 
