@@ -29,7 +29,7 @@ OTHER_WEIGHTS = MappingProxyType(
         ".safetensors": "these are not the names of a whole model's files; fetch the folder again, with all its files",
     }
 )
-NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|adapter_)")  # what trainers write beside them
+NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|adapter_)")  # what trainers write, too
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Networks that guess tokens for a model: EAGLE's have a layer or two and read its hidden states, Medusa's have only heads.
 DRAFT_HEAD = re.compile(r"eagle|medusa|speculator|draft", re.IGNORECASE)

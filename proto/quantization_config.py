@@ -1,6 +1,6 @@
 """How a configuration says that a checkpoint's weights are quantized: what is read of that, and the words for what is not.
 
-Formats are told apart by the files and keys that their programs write: transformers' ``quantization_config``, AutoAWQ's
+Formats differ in the files and keys that their programs write: transformers' ``quantization_config``, AutoAWQ's
 ``quant_config.json``, AutoGPTQ's ``quantize_config.json``, modelopt's ``hf_quant_config.json`` and MLX's ``quantization``.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import Quantization
 
-# Files beside the configuration that say how weights are quantized, and by which program.
+# Files other than the configuration that say how weights are quantized, and by which program.
 QUANTIZATION_FILES = MappingProxyType(
     {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ", "hf_quant_config.json": "modelopt"}
 )

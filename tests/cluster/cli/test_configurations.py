@@ -103,7 +103,7 @@ def test_a_folder_is_accepted_by_plan_and_serve(name: str, tmp_path: Path, refus
     assert served == [args]
 
 
-def test_other_files_beside_weights_and_no_weights_at_all_are_no_reason(tmp_path: Path) -> None:
+def test_other_files_than_weights_and_no_weights_at_all_are_no_reason(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "mistral-7b-v0.3")
     (folder / "training_args.bin").touch()
     read_model_args(folder)
