@@ -8,8 +8,9 @@ from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
 from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, check_num_layers
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, check_num_layers
 from tramontane.proto.presets import context_len
+from tramontane.proto.quantization_config import parse_quantization
 
 MIXTRAL = "MixtralForCausalLM"
 # Models with latent attention, and what their gates make of logits.
@@ -126,27 +127,6 @@ def text_config(config: Mapping[str, Any], source: str = "config.json") -> Mappi
 def _eos_token_ids(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
     """Return the end-of-sequence tokens, the class's default if the configuration says nothing; null says that there is none."""
     return parse_eos_token_ids(config[EOS] if EOS in config else OTHER_EOS.get(architecture, DEFAULT_EOS))
-
-
-def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantization | None:
-    """Return the format of a checkpoint's matrices. Raises CheckpointError, with what is needed, for those not supported."""
-    if not given:
-        return None
-    method, block = given.get("quant_method"), given.get("weight_block_size") or ()
-    if method == "fp8" and not block:
-        return Quantization.FP8
-    name = f"FP8 with a scale for each block of {' x '.join(map(str, block))} numbers" if method == "fp8" else repr(method)
-    if formats := {group.get("format") for group in (given.get("config_groups") or {}).values()} | {given.get("format")}:
-        name += "".join(f" ({each})" for each in sorted(filter(None, formats)))
-    raise unsupported_quantization(name, source)
-
-
-def unsupported_quantization(name: str, source: str) -> CheckpointError:
-    """Return the error for a checkpoint that is quantized in an unknown format."""
-    return CheckpointError(
-        f"{source}: weights quantized as {name} are not supported, which need kernels of their own; supported are "
-        "FP8 with one scale for each matrix, as Mistral publishes it, and weights in bfloat16, float16 or float32"
-    )
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str, source: str) -> None:

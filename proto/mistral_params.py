@@ -9,13 +9,12 @@ from tramontane.proto.hf_config import (
     checkpoint_errors,
     parse_bool,
     parse_dtype,
-    parse_quantization,
-    unsupported_quantization,
     yarn_attention_factor,
 )
 from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_args import ModelArgs, Quantization, check_num_layers
 from tramontane.proto.presets import context_len
+from tramontane.proto.quantization_config import describe_quantization, parse_quantization, unsupported_quantization
 
 EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
 # rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).
@@ -121,6 +120,8 @@ def _quantization(params: Mapping[str, Any], source: str) -> Quantization | None
         return parse_quantization(params.get("quantization_config"), source)
     if given.get("qformat_weight") == "fp8_e4m3" and given.get("qscheme_act") in (None, "TENSOR", "NO_SCALES"):
         return Quantization.FP8
+    if given.get("quant_method"):
+        raise unsupported_quantization(describe_quantization(given), source)
     raise unsupported_quantization(", ".join(f"{key} {value}" for key, value in given.items())[:200], source)
 
 

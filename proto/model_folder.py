@@ -11,10 +11,18 @@ from typing import Any
 from tramontane.proto.config_pair import join_configs
 from tramontane.proto.end_tokens import tokenizer_eos_ids
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
+from tramontane.proto.foreign_folders import read_tensor_names, refuse_draft_head, refuse_draft_tensors, refuse_other_weights
 from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.quantization_config import (
+    QUANTIZATION_FILES,
+    check_quantization_file,
+    check_tensor_names,
+    describe_quantization,
+    unsupported_quantization,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ WeightSource = Path | RandomWeights
 
 LFS_POINTER = b"version https://git-lfs"
 GENERATION_CONFIG = "generation_config.json"  # fine-tuned models may name further end-of-sequence tokens here
+
+_FOLDER_NEEDED = "give the folder that it was made of, with safetensors weights"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a model's name on Hugging Face: mistralai/Mistral-7B-v0.1
 
@@ -52,6 +62,8 @@ def detect_layout(folder: Path) -> Layout:
     """Return the layout of a folder's weights; of both, Hugging Face's. Raises CheckpointError."""
     try:
         if folder.is_file():
+            if folder.suffix == ".gguf":
+                raise CheckpointError(f"{folder} is a file in GGUF, llama.cpp's format, which is not supported; {_FOLDER_NEEDED}")
             raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist; {_how_to_get(str(folder))}")
@@ -62,6 +74,8 @@ def detect_layout(folder: Path) -> Layout:
             return Layout.MISTRAL
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(f"{folder} holds an adapter, not a model; merge it into its base model first")
+        if not any(folder.glob("*.safetensors")):
+            refuse_other_weights(folder, Layout.HUGGING_FACE.value)
     except OSError as error:
         raise CheckpointError(f"model folder {str(folder)[:200]} cannot be read: {error.strerror}") from error
     raise CheckpointError(
@@ -82,16 +96,39 @@ def _how_to_get(name: str) -> str:
 def read_model_args(folder: Path) -> ModelArgs:
     """Read a folder's configuration. Raises CheckpointError, naming the file, for what is missing, malformed or not supported.
 
-    Both files are read where there are two, and the same follows from them in either layout; see ``join_configs``.
+    Both files are read where there are two, and the same follows from them in either layout; see ``join_configs``. This decides
+    for every command, for plans and servers alike, whether a folder's layout, architecture and format of weights are supported.
+    Of weights it looks at the names of files and tensors, where there are any.
     """
     layout = detect_layout(folder)
     files = {each: folder / each.value for each in Layout if (folder / each.value).is_file()}
     contents = {each: _json_object(path) for each, path in files.items()}
+    refuse_draft_head(contents[layout], str(files[layout]))
     reader = from_hf_config if layout is Layout.HUGGING_FACE else from_mistral_params
     args = reader(contents[layout], source=str(files[layout]))
     if len(files) == len(Layout):
         args = _join(folder, args, layout, contents)
+    try:
+        _check_formats(folder, layout, contents[layout], args)
+    except OSError as error:
+        raise CheckpointError(f"model folder {folder} cannot be read: {error.strerror}") from error
     return _with_end_tokens(args, folder)
+
+
+def _check_formats(folder: Path, layout: Layout, config: Mapping[str, Any], args: ModelArgs) -> None:
+    """Raise CheckpointError for quantization that stands outside of the configuration, and for weights of other programs."""
+    if layout is Layout.HUGGING_FACE and (given := config.get("quantization")):
+        name = describe_quantization(given, "MLX") if isinstance(given, dict) else f"{given!r:.100}"
+        raise unsupported_quantization(name, str(folder / layout.value))
+    if args.quantization is None:
+        for name in QUANTIZATION_FILES:
+            if (path := folder / name).is_file():
+                check_quantization_file(_json_object(path), name, str(path))
+    refuse_other_weights(folder, layout.value)
+    if found := read_tensor_names(folder, layout.value):
+        source, names = str(found[0]), found[1]
+        refuse_draft_tensors(names, source)
+        check_tensor_names(names, args.quantization is not None, source)
 
 
 def _join(folder: Path, args: ModelArgs, layout: Layout, contents: Mapping[Layout, Mapping[str, Any]]) -> ModelArgs:
@@ -129,7 +166,7 @@ def is_preset(model: Path) -> bool:
 
 
 def resolve_model_args(model: Path) -> ModelArgs:
-    """Return the geometry of a folder, of which only the configuration is read, or of a preset. Raises CheckpointError."""
+    """Return the geometry of a folder, as ``read_model_args`` does, or of a preset. Raises CheckpointError."""
     if is_preset(model):
         return PRESETS[str(model)]
     if not model.exists() and len(model.parts) == 1:

@@ -24,7 +24,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
 
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.weights.config_writer import to_mistral_params
-from tramontane.workers.weights.tensor_names import is_vision, unwrapped_name
+from tramontane.workers.weights.tensor_names import canonical_name, is_vision
 from tramontane.workers.weights.tensor_spec import TensorSpec
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -132,13 +132,13 @@ def publish(folder: Path, name: str, *, wrapped: bool = False, scales_per_expert
             stored[key], stored[f"{key}_scale_inv"] = _stack_to_fp8(tensor, scales_per_expert if "gate_up" in key else 1)
             stored[f"{key}_activation_scale"] = torch.ones(len(tensor))
     save_file(stored, path, metadata={"format": "pt"})
-    parameters = {unwrapped_name(key).replace("language_model.", ""): value for key, value in model.named_parameters()}
+    parameters = {canonical_name(key).replace("language_model.", ""): value for key, value in model.named_parameters()}
     with torch.no_grad():
         for key in [key for key in stored if key.endswith("_scale_inv")]:
             weight, scale = stored[key.removesuffix("_scale_inv")].float(), stored[key].float()
             if weight.dim() == 3:
                 scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
-            parameters[unwrapped_name(key.removesuffix("_scale_inv"))].copy_(weight * scale)
+            parameters[canonical_name(key.removesuffix("_scale_inv"))].copy_(weight * scale)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     (folder / "config.json").write_text(json.dumps(config))

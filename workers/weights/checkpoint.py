@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.foreign_folders import INDEX_SUFFIX, SHARD_GLOBS, SINGLE_NAMES, refuse_other_weights
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout, detect_layout
 from tramontane.workers.weights.safetensors_file import FP8, STORED_TYPES, have_same_bytes, open_safetensors, read_scales
-from tramontane.workers.weights.tensor_names import is_unused, is_vision, names_of, stack_scale_name, unwrapped_name
+from tramontane.workers.weights.tensor_names import canonical_name, is_unused, is_vision, names_of, stack_scale_name
 from tramontane.workers.weights.tensor_spec import ProgressCallback, TensorsOf, TensorSpec, largest_first
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 Fingerprint = tuple[tuple[str, str], ...]  # file names relative to the folder, and their digests
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint's files
-SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
-SHARD_GLOBS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
-INDEX_SUFFIX = ".index.json"
 METADATA_GLOBS = (
     *(layout.value for layout in Layout),
     "tokenizer.model*",
@@ -41,7 +39,6 @@ METADATA_GLOBS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-PICKLE_GLOBS = ("*.bin", "*.pth", "*.pt")
 
 
 class Checkpoint:
@@ -51,9 +48,9 @@ class Checkpoint:
         self.folder = folder
         self.layout = detect_layout(folder)
         self.files = _tensor_files(folder, self.layout)
-        self._stored_names = {unwrapped_name(name): name for name in self.files}
-        if twice := next((name for name in self.files if self._stored_names[unwrapped_name(name)] != name), None):
-            other = self._stored_names[unwrapped_name(twice)]
+        self._stored_names = {canonical_name(name): name for name in self.files}
+        if twice := next((name for name in self.files if self._stored_names[canonical_name(name)] != name), None):
+            other = self._stored_names[canonical_name(twice)]
             raise CheckpointError(f"{folder} has the tensor {twice}, and as {other}, too; one of them does not belong here")
 
     def fingerprint(self) -> Fingerprint:
@@ -190,18 +187,15 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     """Return the file of each tensor that is not of an encoder of images. An index is compared with the files that it names."""
-    single = folder / SINGLE_NAMES[layout]
+    single = folder / SINGLE_NAMES[layout.value]
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
-        return _indexed_files(folder, index, _index(index), SHARD_GLOBS[layout])
+        return _indexed_files(folder, index, _index(index), SHARD_GLOBS[layout.value])
     if single.is_file():
         return dict.fromkeys(filterfalse(is_vision, _tensor_names(single)), single)
-    parts = sorted(folder.glob(SHARD_GLOBS[layout]))
+    parts = sorted(folder.glob(SHARD_GLOBS[layout.value]))
     if not parts:
-        if pickles := sorted(path.name for pattern in PICKLE_GLOBS for path in folder.glob(pattern)):
-            raise CheckpointError(
-                f"{folder} has only {pickles[0]} for weights; pickles are never opened, convert them to safetensors"
-            )
+        refuse_other_weights(folder, layout.value)
         raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
     files: dict[str, Path] = {}
     for path in parts:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.foreign_folders import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.proto.model_args import ModelArgs, WeightFormat
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.model.rotary import interleave_rows
-from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.config_writer import to_hf_config, to_mistral_params
 from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.tensor_names import NAMES
@@ -137,7 +137,7 @@ def _write(
     if len(parts) > 1:
         total_size = sum(spec.stored_bytes(args.dtype) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
+        (folder / (SINGLE_NAMES[layout.value] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -173,7 +173,7 @@ def _is_stacked(spec: TensorSpec) -> bool:
 
 def _file_name(layout: Layout, number: int, num_parts: int) -> str:
     """Return the name of a file in both layouts' style: model-00002-of-00007.safetensors."""
-    single = SINGLE_NAMES[layout]
+    single = SINGLE_NAMES[layout.value]
     return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
 
 

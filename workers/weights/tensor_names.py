@@ -119,6 +119,10 @@ SPARSE_NAMES = replace(
 
 # Of the text model inside ``Mistral3ForConditionalGeneration``, as it is published and as it is in memory.
 WRAPPED_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
+# Of AutoFP8, the program, and by which name transformers has the same number: a weight is its FP8 number times the scale.
+AUTO_FP8_SCALES = ((".weight_scale", ".weight_scale_inv"), (".input_scale", ".activation_scale"))
+# Of a key/value cache in FP8, which there is not: keys and values keep the model's dtype.
+CACHE_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.(kv_scale|([kv]|attn\.[kv])_scale|[kv]_proj\.output_scale)")
 # Encoder of images and its projector, in both layouts.
 VISION_PREFIXES = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
@@ -136,11 +140,18 @@ def names_of(args: ModelArgs, layout: Layout) -> CheckpointNames:
     return (LATENT_NAMES if args.latent else NAMES)[layout]
 
 
-def unwrapped_name(name: str) -> str:
-    """Return the name in a checkpoint without a wrapper: ``language_model.model.norm.weight`` is ``model.norm.weight``."""
+def canonical_name(name: str) -> str:
+    """Return the name in a checkpoint without a wrapper, and of a scale the one that transformers writes.
+
+    ``language_model.model.norm.weight`` is ``model.norm.weight``, ``o_proj.weight_scale`` is ``o_proj.weight_scale_inv``.
+    """
     for wrapped, plain in WRAPPED_NAMES:
         if name.startswith(wrapped):
-            return plain + name.removeprefix(wrapped)
+            name = plain + name.removeprefix(wrapped)
+            break
+    for own, other in AUTO_FP8_SCALES:
+        if name.endswith(own):
+            return name.removesuffix(own) + other
     return name
 
 
@@ -162,9 +173,9 @@ def is_vision(name: str) -> bool:
 def is_unused(name: str, layout: Layout) -> bool:
     """Return whether a text model's tensor has no effect here.
 
-    These are scales of activations, for which each token gets its own, and a network that drafts tokens.
+    These are scales of activations, for which each token gets its own, and of a cache, and a network that drafts tokens.
     """
     scale = NAMES[layout].activation_scale
-    if name.startswith(DRAFT_PREFIX):
+    if name.startswith(DRAFT_PREFIX) or CACHE_SCALE.fullmatch(name):
         return True
     return name.endswith((f".{scale}", f"_proj_{scale}")) or ROTARY_BUFFER.fullmatch(name) is not None

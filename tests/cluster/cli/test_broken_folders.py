@@ -217,7 +217,7 @@ HUGGING_FACE = {
     ),
     "weights of another type": Way(_hf(dtype="int8"), "config.json", "weights of type int8 are not supported"),
     "a quantized checkpoint": Way(
-        _hf(quantization_config={"quant_method": "awq"}), "config.json", "weights quantized as 'awq' are not supported"
+        _hf(quantization_config={"quant_method": "awq"}), "config.json", "weights quantized as AWQ are not supported"
     ),
     "a truth that is text": Way(_hf(tie_word_embeddings="false"), "config.json", "tie_word_embeddings is 'false'"),
     "biases": Way(_hf(attention_bias=True), "config.json", "attention_bias is set"),
