@@ -30,7 +30,8 @@ class PrefillQueue:
     computed at the same speed. It is computed to its end unless one comes that would be finished before it: a short prompt waits
     for no long one, and equal ones do not take turns. Of an account's prompts that with the fewest tokens left is first, and none
     is passed over for more tokens than it has itself (``due``). What has been computed or cached makes no difference to the
-    order, so it is restored only when sequences come or end, or answers are charged.
+    order, so it is restored only when sequences come or end. Answers that are charged count from then on: of prompts that are
+    about equal, one that has been begun is computed to its end.
 
     Sequences that have been promoted come before their equals, in the order of arrival.
     """
@@ -40,11 +41,13 @@ class PrefillQueue:
         self.sequences: list[Sequence] = []
         self.priority_limit = NUM_PRIORITIES  # less urgent levels pause while their slots or pages are needed
         self._is_sorted = True
+        self._is_charged = False  # answers were, since the sequences were sorted
         self._to_look_up: set[int] = set()  # accounts of which one prompt was submitted, so that the next may be cached
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence."""
-        sequence.num_claimed = sequence.num_known - self._allocator.count_cached(sequence)
+        """Add a sequence, which may have been begun if it was promoted."""
+        num_cached = 0 if sequence.num_dispatched else self._allocator.count_cached(sequence)
+        sequence.num_claimed = sequence.num_pending - num_cached
         sequence.due = self._shares_of(sequence).begin(sequence.account, sequence.num_claimed)
         self.sequences.append(sequence)
         self._is_sorted = False
@@ -62,7 +65,7 @@ class PrefillQueue:
             if sequence.is_decoding and sequence.owner and (num_tokens := sequence.num_dispatched - sequence.num_charged) > 0:
                 self._shares_of(sequence).charge_decodes(sequence.owner, num_tokens)
                 sequence.num_charged = sequence.num_dispatched
-                self._is_sorted = False
+                self._is_charged = True
 
     def _shares_of(self, sequence: Sequence) -> FairShares:
         return self._shares[sequence.effective_priority]
@@ -85,7 +88,7 @@ class PrefillQueue:
             ranked.append((sequence.effective_priority, finished, sequence.seq_id, sequence))
         ranked.sort()
         self.sequences = [sequence for *_, sequence in ranked]
-        self._is_sorted = True
+        self._is_sorted, self._is_charged = True, False
         self._to_look_up.clear()
 
     def schedulable(self) -> list[Sequence]:
@@ -137,6 +140,7 @@ class PrefillQueue:
         if not sequence.num_pending:
             shares.end(sequence.account, 0)
             self.sequences.remove(sequence)
+            self._is_sorted = self._is_sorted and not self._is_charged
             if self._allocator.reuses_prefixes and any(s.account == sequence.account for s in self.sequences):
                 self._to_look_up.add(sequence.account)
                 self._is_sorted = False
@@ -147,7 +151,7 @@ class PrefillQueue:
             assert sequence.num_claimed == sequence.num_pending or not sequence.num_dispatched
             assert sequence.num_claimed > 0
         order = list(self.sequences)
-        if self._is_sorted:
+        if self._is_sorted and not self._is_charged:
             self._sort()
             assert self.sequences == order
         for shares in self._shares:
