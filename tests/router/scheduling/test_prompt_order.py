@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
@@ -58,7 +59,7 @@ def test_a_short_prompt_waits_for_no_long_one(owners: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("owners", [(A, B, C), (0, 0, 0), (A, A, A)])
 def test_equal_prompts_do_not_take_turns(owners: tuple[int, ...]) -> None:
-    """Half-done prompts help nobody: the first one is finished as soon as possible, and the last one no later."""
+    """The first one is finished as soon as possible, and the last one no later."""
     pipe = _pipe(budget=16)
     for seq_id, owner in enumerate(owners):
         _add(pipe, seq_id, 120, owner)
@@ -87,7 +88,7 @@ def test_a_long_prompt_is_passed_over_by_later_ones_of_its_key_for_its_own_lengt
 
 
 def test_next_to_short_requests_without_keys_a_long_one_takes_no_longer_than_side_by_side() -> None:
-    """Half of the tokens are theirs, whoever is first; the long one is finished once the other half suffices."""
+    """Half of the tokens are theirs; the long one is finished once the other half suffices."""
     pipe = _pipe(budget=10)
     long = _add(pipe, 0, 100)
     for seq_id in range(1, 21):
@@ -188,7 +189,7 @@ def test_answers_are_charged_to_their_key() -> None:
 
 
 def test_answers_below_the_share_cost_nothing() -> None:
-    """A's answers have had fewer tokens than C's prompt meanwhile, so A begins where C is."""
+    """A's answers have fewer tokens than were computed of C's prompt, so A begins where C is."""
     pipe = _pipe(budget=40)
     _add(pipe, 0, 1, A, new=5)
     _add(pipe, 1, 250, C)
@@ -212,3 +213,42 @@ def test_a_promoted_prompt_comes_before_its_equals() -> None:
             break
     _add(pipe, 200, 2)
     assert _run(pipe)[0] == 5
+
+
+def test_answers_count_from_the_end_of_the_prompt_that_was_begun() -> None:
+    """C's prompt would be finished at 20, A's at 50, B's at 60. While the first is computed, A's answers get 80 tokens."""
+    pipe = _pipe(budget=10)
+    for seq_id in range(10, 18):
+        _add(pipe, seq_id, 1, A, new=100)
+    pipe.submit()
+    pipe.answer()
+    for seq_id, owner, prompt in ((1, C, 20), (2, A, 50), (3, B, 60)):
+        _add(pipe, seq_id, prompt, owner)
+    assert _run(pipe)[:2] == [1, 3]
+
+
+def test_a_long_prompt_is_computed_though_newcomers_without_keys_never_cease() -> None:
+    pipe = _pipe(budget=10)
+    long = _add(pipe, 0, 20)
+    for seq_id in range(1, 40):
+        _add(pipe, seq_id, 10)
+        pipe.submit()
+        pipe.answer()
+    assert long.num_dispatched == 20
+
+
+def test_the_virtual_time() -> None:
+    """The examples of ``FairShares``: where a newcomer with 4 tokens would be finished."""
+    shares = FairShares()
+    for account in (A, B):
+        shares.begin(account, 500)
+    shares.compute(A, 100)
+    assert shares.begin(C, 4) == 54
+    shares = FairShares()
+    for account in (A, B, C):
+        shares.begin(account, 500 if account < C else 15)
+    shares.compute(C, 15)
+    shares.end(C, 0)
+    shares.compute(A, 45)
+    assert shares.begin(9, 4) == 5 + 10 + 7 + 4
+    shares.check_integrity()
