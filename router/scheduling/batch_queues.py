@@ -30,8 +30,8 @@ class PrefillQueue:
     computed at the same speed. It is computed to its end unless one comes that would be finished before it: a short prompt waits
     for no long one, and equal ones do not take turns. Of an account's prompts that with the fewest tokens left is first, and none
     is passed over for more tokens than it has itself (``due``). What has been computed or cached makes no difference to the
-    order, so it is restored only when sequences come or end. Answers that are charged count from then on: of prompts that are
-    about equal, one that has been begun is computed to its end.
+    order, so it is restored only when sequences come or end (``is_sorted``). Answers that are charged count from then on: of
+    prompts that are about equal, one that has been begun is computed to its end.
 
     Sequences that have been promoted come before their equals, in the order of arrival.
     """
@@ -40,8 +40,7 @@ class PrefillQueue:
         self._allocator, self._shares, self._overlaps_chunks = allocator, shares, overlaps_chunks
         self.sequences: list[Sequence] = []
         self.priority_limit = NUM_PRIORITIES  # less urgent levels pause while their slots or pages are needed
-        self._is_sorted = True
-        self._is_charged = False  # answers were, since the sequences were sorted
+        self.is_sorted = True
         self._to_look_up: set[int] = set()  # accounts of which one prompt was submitted, so that the next may be cached
 
     def add(self, sequence: Sequence) -> None:
@@ -50,14 +49,14 @@ class PrefillQueue:
         sequence.num_claimed = sequence.num_pending - num_cached
         sequence.due = self._shares_of(sequence).begin(sequence.account, sequence.num_claimed)
         self.sequences.append(sequence)
-        self._is_sorted = False
+        self.is_sorted = False
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is here."""
         if sequence in self.sequences:
             self._shares_of(sequence).end(sequence.account, sequence.num_claimed)
             self.sequences.remove(sequence)
-            self._is_sorted = False
+            self.is_sorted = False
 
     def charge_decodes(self, sequences: Iterable[Sequence]) -> None:
         """Charge keys the tokens of answers that were scheduled since they were charged last."""
@@ -65,7 +64,6 @@ class PrefillQueue:
             if sequence.is_decoding and sequence.owner and (num_tokens := sequence.num_dispatched - sequence.num_charged) > 0:
                 self._shares_of(sequence).charge_decodes(sequence.owner, num_tokens)
                 sequence.num_charged = sequence.num_dispatched
-                self._is_charged = True
 
     def _shares_of(self, sequence: Sequence) -> FairShares:
         return self._shares[sequence.effective_priority]
@@ -88,12 +86,12 @@ class PrefillQueue:
             ranked.append((sequence.effective_priority, finished, sequence.seq_id, sequence))
         ranked.sort()
         self.sequences = [sequence for *_, sequence in ranked]
-        self._is_sorted, self._is_charged = True, False
+        self.is_sorted = True
         self._to_look_up.clear()
 
     def schedulable(self) -> list[Sequence]:
         """Return the sequences of which a chunk could be submitted now."""
-        if not self._is_sorted:
+        if not self.is_sorted:
             self._sort()
         if self._overlaps_chunks and self.priority_limit == NUM_PRIORITIES:
             return self.sequences
@@ -117,7 +115,7 @@ class PrefillQueue:
         if more := num_tokens - sequence.num_claimed:
             self._shares_of(sequence).adjust(sequence.account, more)
             sequence.num_claimed = num_tokens
-            self._is_sorted = False
+            self.is_sorted = False
 
     def take_chunks(self, budget: int) -> list[Chunk]:
         """Return chunks of at most ``budget`` tokens together: all of the first sequence, then of the next."""
@@ -140,20 +138,17 @@ class PrefillQueue:
         if not sequence.num_pending:
             shares.end(sequence.account, 0)
             self.sequences.remove(sequence)
-            self._is_sorted = self._is_sorted and not self._is_charged
-            if self._allocator.reuses_prefixes and any(s.account == sequence.account for s in self.sequences):
+            if self._allocator.reuses_prefixes:
                 self._to_look_up.add(sequence.account)
-                self._is_sorted = False
+            self.is_sorted = not self.sequences
 
     def check_integrity(self) -> None:
         """Assert that every sequence claims what is left of it, and that the order is right."""
         for sequence in self.sequences:
             assert sequence.num_claimed == sequence.num_pending or not sequence.num_dispatched
             assert sequence.num_claimed > 0
-        order = list(self.sequences)
-        if self._is_sorted and not self._is_charged:
-            self._sort()
-            assert self.sequences == order
+        ranks = [(s.effective_priority, not s.is_promoted) for s in self.sequences]
+        assert not self.is_sorted or ranks == sorted(ranks)
         for shares in self._shares:
             shares.check_integrity()
 

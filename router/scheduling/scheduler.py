@@ -67,7 +67,8 @@ class Scheduler:
     def schedule(self) -> MicroBatch | None:
         """Return the next micro-batch, or None if nothing can be submitted now."""
         self.allocator.register_written()
-        if (self._prefills.sequences or self._waiting) and any(shares.is_contended for shares in self._shares):
+        has_turn = not self._prefills.is_sorted or (self._waiting and len(self._running) < self.limits.max_num_seqs)
+        if has_turn and any(shares.is_contended for shares in self._shares):
             self._prefills.charge_decodes(self._running.by_id.values())
         self._admit()
         state = self._state()
