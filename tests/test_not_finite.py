@@ -194,7 +194,8 @@ def test_log_probabilities_of_a_prompt_end_it(pipelines: Pipelines) -> None:
     plan = pipelines.plan("dense")
     prompt = [TRIGGER, *random_ids(150, 5, TRIGGER)]
     wish = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
-    answers = _answers(pipelines.stages("dense", plan), _scheduler(plan, budget=32), [prompt, PROMPTS[0]], [wish, wish])
+    longer = replace(wish, max_tokens=40)  # than what of the prompt is in flight when it ends
+    answers = _answers(pipelines.stages("dense", plan), _scheduler(plan, budget=32), [prompt, PROMPTS[0]], [wish, longer])
     assert answers[0].events == (FAILED,)
     assert answers[0].logprobs == ()
     assert answers[1].events[-1].finish is FinishReason.LENGTH

@@ -224,6 +224,8 @@ class Router:
         if self.failure is not None:
             raise PipelineError(str(self.failure)) from self.failure
         sequences = [self._new_sequence(spec) for spec in specs]
+        for sequence in sequences:
+            sequence.request_number = sequences[0].seq_id
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.validate(sequence)
         if not any(spec.already_admitted or spec.output_ids for spec in specs):  # else another router had accepted it

@@ -26,7 +26,7 @@ class PageAllocator:
 
     def __init__(self, cache: CachePlan, reuses_prefixes: bool = False) -> None:
         self.cache = cache
-        self._reuses_prefixes = reuses_prefixes
+        self.reuses_prefixes = reuses_prefixes
         self.cached_keys = CachedKeyLog(len(cache.classes))
         self._pools = [PagePool(c.num_pages, self.cached_keys) for c in cache.classes]
         self._just_written: list[tuple[Sequence, int]] = []  # by the micro-batch that is being made
@@ -131,8 +131,7 @@ class PageAllocator:
         assert not sequence.num_dispatched
         if not self._looks_up(sequence):
             return
-        found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
-        num_blocks = reusable_blocks(self.cache, found)
+        found, num_blocks = self._find_prefix(sequence)
         num_positions, given = num_blocks * self.cache.page_size, []
         for window_class, pool, own in zip(self.cache.classes, self._pools, found, strict=True):
             first = first_page_seen(num_positions, window_class.window, self.cache.page_size)
@@ -144,13 +143,17 @@ class PageAllocator:
         sequence.num_dispatched = sequence.num_paged_positions = num_positions
         sequence.num_registered = num_blocks
 
+    def count_cached(self, sequence: Sequence) -> int:
+        """Return how many tokens a sequence that has not begun need not compute if it begins now. Keys are computed once."""
+        return self._find_prefix(sequence)[1] * self.cache.page_size if self._looks_up(sequence) else 0
+
     def record_start(self, sequence: Sequence, num_cached: int) -> None:
         """Count a sequence that begins after so many cached tokens, if they were looked up."""
         self.num_queried += sequence.num_known if self._looks_up(sequence) else 0
         self.num_hit += num_cached
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        return self._reuses_prefixes and sequence.can_skip_prefix
+        return self.reuses_prefixes and sequence.can_skip_prefix
 
     def release(self, sequence: Sequence) -> None:
         """Give back all pages and reservations; only when no micro-batch in flight can still touch the pages."""
@@ -188,7 +191,7 @@ class PageAllocator:
     def _register_blocks(self, sequence: Sequence, num_positions: int) -> None:
         """Make known what is in the pages that so many positions fill, as far as their tokens are known."""
         num_blocks = min(num_positions, sequence.num_known) // self.cache.page_size
-        if num_blocks <= sequence.num_registered or not (self._reuses_prefixes and sequence.is_cacheable):
+        if num_blocks <= sequence.num_registered or not (self.reuses_prefixes and sequence.is_cacheable):
             return
         self._hash_blocks(sequence, num_blocks)
         size, first_new = self.cache.page_size, sequence.num_registered
@@ -202,6 +205,11 @@ class PageAllocator:
         if (num_known := len(sequence.hasher.keys)) < num_blocks:
             size = self.cache.page_size
             sequence.hasher.extend(sequence.known_ids(num_known * size, num_blocks * size), size)
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[list[int | None]], int]:
+        """Return the page of each block of the longest known prefix, by class, and how many of the blocks can be reused."""
+        found = self._find_pages(sequence, (sequence.num_known - 1) // self.cache.page_size)
+        return found, reusable_blocks(self.cache, found)
 
     def _find_pages(self, sequence: Sequence, num_blocks: int) -> list[list[int | None]]:
         """Return the page of each block, by class, up to the first that a class without a window lacks, or a little further.

@@ -9,12 +9,13 @@ from tramontane.proto.request import NUM_PRIORITIES, TokenEvent
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
 from tramontane.router.scheduling.batch_queues import DecodeQueue, DraftLimits, PrefillQueue, urgent_tokens
+from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.guarded_policy import GuardedPolicy
 from tramontane.router.scheduling.poison_detector import FailedBatch, PoisonDetector, position_spans
 from tramontane.router.scheduling.policy import NO_BUDGET, BatchBudget, BatchWork, Policy, SchedulerState, WorkEstimator
 from tramontane.router.scheduling.result_applier import DraftCounts, InFlight, ResultApplier
 from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
-from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids, priority_key
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, end_ids
 from tramontane.router.scheduling.waiting_queue import WaitingQueue, age_starved
 from tramontane.router.speculation.model_drafter import DraftQueue
 
@@ -25,7 +26,8 @@ class Scheduler:
     """Chunked prefill and decode in one micro-batch, with several micro-batches in flight.
 
     The policy decides how much of either. A decode token waits for its predecessor; the next chunk of a prompt need not.
-    Sequences are admitted by priority and fair queueing (``waiting_queue.py``), and prefilled by priority and arrival.
+    Sequences are admitted by priority and fair queueing (``waiting_queue.py``), and prefilled by priority and fair shares
+    (``PrefillQueue``); both charge the same accounts, one per key, or per request without keys.
     A preempted sequence waits again; its prompt and its output so far are then computed as one prompt.
 
     * Where no slot or too few pages are free for a sequence, less urgent ones are preempted.
@@ -40,10 +42,11 @@ class Scheduler:
         self.policy = GuardedPolicy(policy, limits.max_num_batched_tokens)
         self.epoch = epoch
         self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
-        self._waiting = WaitingQueue()
+        self._shares = [FairShares() for _ in range(NUM_PRIORITIES)]
+        self._waiting = WaitingQueue(self._shares)
         self._running = RunningSet(cache, limits.max_num_seqs, limits.reuses_prefixes)
         self.allocator = self._running.allocator
-        self._prefills = PrefillQueue(self.allocator, policy.overlaps_chunks)
+        self._prefills = PrefillQueue(self.allocator, self._shares, policy.overlaps_chunks)
         self._decodes = DecodeQueue(self.allocator, self._work_estimator, limits.speculative)
         self._poison_detector = PoisonDetector()
         self._results = ResultApplier(
@@ -59,12 +62,17 @@ class Scheduler:
         """Queue a sequence, and admit it if possible. Raises RequestError if it could never run."""
         self.validate(sequence)
         sequence.end_ids = end_ids(sequence.sampling, self.limits.eos_token_ids)
+        if sequence.owner:
+            self._prefills.charge_decodes(self._running.by_id.values())
         self._waiting.push(sequence)
         self._admit()
 
     def schedule(self) -> MicroBatch | None:
         """Return the next micro-batch, or None if nothing can be submitted now."""
         self.allocator.register_written()
+        has_turn = not self._prefills.is_sorted or (self._waiting and len(self._running) < self.limits.max_num_seqs)
+        if has_turn and any(shares.is_contended for shares in self._shares):
+            self._prefills.charge_decodes(self._running.by_id.values())
         self._admit()
         state = self._state()
         budget = self.policy.choose_budget(state)
@@ -210,7 +218,7 @@ class Scheduler:
         """Recount everything; raise AssertionError if a count is wrong."""
         self._running.check_integrity()
         self._waiting.check_integrity()
-        assert self._prefills.sequences == sorted(self._prefills.sequences, key=priority_key)
+        self._prefills.check_integrity()
         self._decodes.check_integrity(self._running.by_id.values())
         assert self._num_ahead == sum(in_flight.is_ahead for in_flight in self._in_flight)
         if self.is_idle:
@@ -228,8 +236,8 @@ class Scheduler:
             self._start_prefill(sequence)
 
     def _start_prefill(self, sequence: Sequence) -> None:
-        self._waiting.pop_admitted(sequence)
         self._prefills.add(sequence)
+        self._waiting.pop_admitted(sequence)
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give the sequence a slot and pages, if need be those of less urgent ones.
@@ -286,6 +294,7 @@ class Scheduler:
     def _deschedule(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take the sequence out of the queues; what is in flight still returns."""
         self._prefills.discard(sequence)
+        self._prefills.charge_decodes([sequence])
         self._decodes.discard(sequence)
         if status is FINISHED:
             self._poison_detector.discard(sequence)
@@ -300,5 +309,6 @@ class Scheduler:
         if sequence.is_started:
             self._freed.append(sequence.seq_id)
         if sequence.status is PREEMPTED:
-            sequence.status, sequence.is_started, sequence.num_dispatched, sequence.num_placeholders = WAITING, False, 0, 0
+            sequence.status, sequence.is_started = WAITING, False
+            sequence.num_dispatched = sequence.num_placeholders = sequence.num_charged = 0
             self._waiting.push(sequence)

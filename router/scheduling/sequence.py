@@ -26,7 +26,7 @@ class Sequence:
     sampling: SamplingParams
     max_len: int  # most positions that prompt and output may have, within the context
     priority: int = 0  # 0 is the most urgent
-    owner: int = 0  # number of its API key: among equals, owners take turns
+    owner: int = 0  # number of its API key, 0 without keys
     request_id: str = ""  # for logs
     cache_salt: str = ""  # only sequences with the same one share cached pages
     status: SequenceStatus = SequenceStatus.WAITING
@@ -53,11 +53,16 @@ class Sequence:
     speculation: SpeculationState | None = None  # once it decodes, where there is speculation
     num_draft_tokens: int = 0  # drafts that were computed, also before a preemption or a failure
     num_right_drafts: int = 0  # of these, those that became its tokens
+    request_number: int = field(init=False)  # the same for all sequences of a request: the id of its first one
+    num_charged: int = 0  # of ``num_dispatched``: tokens that are charged to its account, or were cached
+    num_claimed: int = 0  # known tokens that are yet to be computed, as far as its account knows
+    due: int = 0  # in its account's virtual time: what is due first is computed first
     num_skipped: int = 0  # micro-batches that took more urgent prompts while this was the oldest less urgent one
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids) + len(self.output_ids)
         self.effective_priority = self.priority
+        self.request_number = self.seq_id
         self.hasher = BlockHasher(self.cache_salt)
 
     def accept(self, token_id: int) -> int:
@@ -65,6 +70,16 @@ class Sequence:
         self.output_ids.append(token_id)
         self.num_known += 1
         return self.num_known
+
+    @property
+    def account(self) -> int:
+        """The number of the account that is charged its tokens: that of its key, or without keys one of its request."""
+        return self.owner or ~self.request_number
+
+    @property
+    def is_promoted(self) -> bool:
+        """Whether it was passed over too often."""
+        return self.effective_priority < self.priority
 
     @property
     def num_pending(self) -> int:

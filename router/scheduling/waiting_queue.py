@@ -1,4 +1,4 @@
-"""The waiting queue: sequences without a slot, by priority, then by fair queueing between API keys.
+"""The waiting queue: sequences without a slot, by priority, then by fair queueing between keys, or requests without keys.
 
 ``WaitingQueue`` holds one ``FairQueue`` per priority. ``age_starved`` prevents starvation.
 """
@@ -7,8 +7,8 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.router.scheduling.batch_queues import PrefillQueue
+from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.running_set import RunningSet
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, arrival_key
 
@@ -16,83 +16,80 @@ MAX_PASSES = 64  # micro-batches that may pass a sequence over; with the last on
 
 
 class FairQueue:
-    """Start-time fair queueing (Goyal and others, SIGCOMM 1996) between owners: each has a queue of its own.
+    """Start-time fair queueing between accounts (``fair_shares.py``): each has a queue of its own, in the order of arrival.
 
-    Next is the owner that has been charged the fewest tokens, of equals the one whose first sequence arrived first. An owner
-    that had nothing waiting starts at the virtual time of the last turn, so idle time earns no credit and costs nothing: while
-    A has 100 sequences waiting, the first one of B waits for one of them at most. A single owner's sequences go in the order of
-    arrival.
+    Next is the account that has been charged the fewest tokens, of equals the one whose first sequence arrived first. An account
+    that had nothing to compute begins at the virtual time, so while A has 100 sequences waiting, the first one of B waits for one
+    of them at most. A single key's sequences go in the order of arrival, and without keys those of all requests.
 
     Sequences that were scheduled before and have been preempted come before all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
         self._requeued: list[Sequence] = []
-        self._by_owner: dict[int, list[Sequence]] = {}  # no list is empty
-        self._virtual_time: dict[int, int] = {}  # tokens charged, by owner; cleared when the queue is empty
-        self._now = 0  # virtual time of the last turn's owner, before that turn was charged
+        self._by_account: dict[int, list[Sequence]] = {}  # no list is empty
+        self._next: tuple[int, Sequence | None] = (-1, None)  # whose turn it was at this version of the shares
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._requeued, *self._by_owner.values())
+        return chain(self._requeued, *self._by_account.values())
 
     def __bool__(self) -> bool:
-        return bool(self._requeued or self._by_owner)
+        return bool(self._requeued or self._by_account)
 
     @property
     def first(self) -> Sequence:
         """The sequence whose turn it is."""
         if self._requeued:
             return self._requeued[0]
-        return min((queue[0] for queue in self._by_owner.values()), key=lambda s: (self._virtual_time[s.owner], arrival_key(s)))
+        version, sequence = self._next
+        if sequence is None or version != self._shares.version:
+            turn = self._shares.turn
+            sequence = min((queue[0] for queue in self._by_account.values()), key=lambda s: (turn(s.account), arrival_key(s)))
+            self._next = self._shares.version, sequence
+        return sequence
 
     @property
     def oldest(self) -> Sequence:
         """The sequence that arrived first."""
-        return min((queue[0] for queue in (self._requeued, *self._by_owner.values()) if queue), key=arrival_key)
+        return min((queue[0] for queue in (self._requeued, *self._by_account.values()) if queue), key=arrival_key)
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
         if sequence.was_scheduled:
             insort(self._requeued, sequence, key=arrival_key)
             return
-        if sequence.owner not in self._by_owner:
-            self._by_owner[sequence.owner] = []
-            self._virtual_time[sequence.owner] = max(self._virtual_time.get(sequence.owner, 0), self._now)
-        insort(self._by_owner[sequence.owner], sequence, key=arrival_key)
+        self._shares.wait(sequence.account)
+        insort(self._by_account.setdefault(sequence.account, []), sequence, key=arrival_key)
+        self._next = (-1, None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence without charging its owner."""
+        """Remove a sequence."""
         if sequence in self._requeued:
             self._requeued.remove(sequence)
             return
-        queue = self._by_owner[sequence.owner]
+        queue = self._by_account[sequence.account]
         queue.remove(sequence)
         if not queue:
-            del self._by_owner[sequence.owner]
-        if not self._by_owner:
-            self._virtual_time.clear()
-
-    def charge(self, sequence: Sequence) -> None:
-        """Remove a sequence that takes its turn; its owner is charged all tokens that it may come to."""
-        if not sequence.was_scheduled:
-            self._now = max(self._now, self._virtual_time[sequence.owner])
-            self._virtual_time[sequence.owner] += sequence.max_len
-        self.remove(sequence)
-        sequence.was_scheduled = True
+            del self._by_account[sequence.account]
+        self._shares.stop_waiting(sequence.account)
+        self._next = (-1, None)
 
     def check_integrity(self) -> None:
-        """Assert the order of every queue and that every owner has a virtual time."""
-        for queue in (self._requeued, *self._by_owner.values()):
+        """Assert the order of every queue, and that the one whose turn it is has been found."""
+        for queue in (self._requeued, *self._by_account.values()):
             assert queue == sorted(queue, key=arrival_key)
-        assert all(self._by_owner.values())
-        assert self._by_owner.keys() <= self._virtual_time.keys()
+        assert all(self._by_account.values())
+        if self and not self._requeued:
+            first, self._next = self.first, (-1, None)
+            assert first is self.first
 
 
 class WaitingQueue:
     """Sequences by effective priority, within one by fair queueing; preempted ones come before their equals."""
 
-    def __init__(self) -> None:
-        self._levels = [FairQueue() for _ in range(NUM_PRIORITIES)]
+    def __init__(self, shares: Iterable[FairShares]) -> None:
+        self._levels = list(map(FairQueue, shares))
         self._length = 0
         self.num_tokens = 0  # known tokens of all waiting sequences
 
@@ -114,14 +111,15 @@ class WaitingQueue:
         self.num_tokens += sequence.num_known
 
     def pop_admitted(self, sequence: Sequence) -> None:
-        """Remove a sequence that has got a slot, and charge its owner."""
-        self._levels[sequence.effective_priority].charge(sequence)
-        self._subtract(sequence)
+        """Remove a sequence that has got a slot."""
+        self.remove(sequence)
+        sequence.was_scheduled = True
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has got no slot."""
+        """Remove a sequence."""
         self._levels[sequence.effective_priority].remove(sequence)
-        self._subtract(sequence)
+        self._length -= 1
+        self.num_tokens -= sequence.num_known
 
     def promote(self, sequence: Sequence) -> None:
         """Make a sequence as urgent as any, and the next one of the most urgent."""
@@ -150,10 +148,6 @@ class WaitingQueue:
             assert all(sequence.effective_priority == level for sequence in queue)
             queue.check_integrity()
 
-    def _subtract(self, sequence: Sequence) -> None:
-        self._length -= 1
-        self.num_tokens -= sequence.num_known
-
 
 def age_starved(going: Iterable[Sequence], waiting: WaitingQueue, prefills: PrefillQueue, running: RunningSet) -> None:
     """Count a micro-batch that takes prompt tokens of ``going`` against the oldest less urgent sequence that it passes over.
@@ -173,7 +167,8 @@ def age_starved(going: Iterable[Sequence], waiting: WaitingQueue, prefills: Pref
     if oldest.num_skipped < MAX_PASSES:
         return
     if oldest.status is SequenceStatus.RUNNING:
+        prefills.discard(oldest)
         running.promote(oldest)
-        prefills.sort()
+        prefills.add(oldest)
     else:
         waiting.promote(oldest)

@@ -19,12 +19,13 @@ FIRST_NEW_TOKEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request: its time of arrival, the tokens of its prompt and of its output, and its priority."""
+    """A request: its time of arrival, the tokens of its prompt and of its output, its priority, and the number of its key."""
 
     at: float
     prompt_tokens: int
     new_tokens: int
     priority: int = 0
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class _Run:
             sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0)
             prompt = (TOKEN,) * arrival.prompt_tokens
             max_len = arrival.prompt_tokens + arrival.new_tokens
-            self._scheduler.add(LiveSequence(self._num_arrived, prompt, sampling, max_len, arrival.priority))
+            self._scheduler.add(LiveSequence(self._num_arrived, prompt, sampling, max_len, arrival.priority, arrival.owner))
             self._num_arrived += 1
 
     def submit(self) -> None:

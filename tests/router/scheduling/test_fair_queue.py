@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from scripted_chain import ScriptedChain
 
 from tramontane.proto.errors import OverloadedError, QueueFullError
-from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.request import NUM_PRIORITIES, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.fair_shares import FairShares
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
@@ -23,29 +24,42 @@ costs = st.integers(1, 50)
 
 
 def _of(owner: int, seq_id: int, cost: int = 10) -> Sequence:
-    return Sequence(seq_id, (1,), SamplingParams(), cost, owner=owner)
+    return Sequence(seq_id, (1,) * cost, SamplingParams(), cost + 5, owner=owner)
 
 
-def _begun(turns: FairQueue) -> Sequence:
-    sequence = turns.first
-    turns.charge(sequence)
-    turns.check_integrity()
-    return sequence
+class Turns:
+    """Waiting sequences get slots in turn, and are computed at once."""
+
+    def __init__(self) -> None:
+        self.shares = FairShares()
+        self.queue = FairQueue(self.shares)
+
+    def push(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.queue.push(sequence)
+
+    def begin(self) -> Sequence:
+        sequence = self.queue.first
+        self.shares.begin(sequence.account, sequence.num_known)
+        self.queue.remove(sequence)
+        self.shares.compute(sequence.account, sequence.num_known)
+        self.shares.end(sequence.account, 0)
+        self.queue.check_integrity()
+        self.shares.check_integrity()
+        return sequence
 
 
 def test_a_newcomer_waits_for_one_of_a_flood() -> None:
-    turns = FairQueue()
-    for seq_id in range(100):
-        turns.push(_of(FLOOD, seq_id))
-    assert [_begun(turns).seq_id for _ in range(30)] == list(range(30))
-    turns.push(_of(FEW, 100))
-    turns.push(_of(FEW, 101))
-    assert [_begun(turns).seq_id for _ in range(5)] == [100, 30, 101, 31, 32]
+    turns = Turns()
+    turns.push(*(_of(FLOOD, seq_id) for seq_id in range(100)))
+    assert [turns.begin().seq_id for _ in range(30)] == list(range(30))
+    turns.push(_of(FEW, 100), _of(FEW, 101))
+    assert [turns.begin().seq_id for _ in range(5)] == [30, 100, 31, 101, 32]
 
 
 def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
     """It is the one that ages while more urgent ones are scheduled."""
-    waiting = WaitingQueue()
+    waiting = WaitingQueue([FairShares() for _ in range(NUM_PRIORITIES)])
     for seq_id, owner, priority in ((3, FEW, 0), (4, FEW, 2), (5, FLOOD, 1), (6, FEW, 2), (7, FLOOD, 2)):
         waiting.push(Sequence(seq_id, (1,), SamplingParams(), 10, priority, owner))
     oldest = [waiting.oldest_lower_priority(level) for level in range(3)]
@@ -54,74 +68,89 @@ def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
 
 def test_quiet_time_earns_no_turns() -> None:
     """It had a turn at first; while it had nothing waiting, the other had thirty."""
-    turns = FairQueue()
-    for seq_id in range(100):
-        turns.push(_of(FLOOD, seq_id))
-    turns.push(_of(FEW, 100))
-    assert [_begun(turns).seq_id for _ in range(31)] == [0, 100, *range(1, 30)]
-    for seq_id in range(101, 115):
-        turns.push(_of(FEW, seq_id))
-    assert [_begun(turns).owner for _ in range(28)] == [FEW, FLOOD] * 14
+    turns = Turns()
+    turns.push(*(_of(FLOOD, seq_id) for seq_id in range(100)), _of(FEW, 100))
+    assert [turns.begin().seq_id for _ in range(31)] == [0, 100, *range(1, 30)]
+    turns.push(*(_of(FEW, seq_id) for seq_id in range(101, 115)))
+    assert [turns.begin().owner for _ in range(28)] == [FLOOD, FEW] * 14
 
 
 def test_a_queue_that_was_empty_begins_anew() -> None:
     """Nothing is charged for a time in which no sequence waited."""
-    turns = FairQueue()
-    for seq_id in range(9):
-        turns.push(_of(FLOOD, seq_id))
-    assert [_begun(turns).seq_id for _ in range(9)] == list(range(9))
-    turns.push(_of(FLOOD, 10))
-    turns.push(_of(FEW, 11))
-    assert [_begun(turns).owner for _ in range(2)] == [FLOOD, FEW]
+    turns = Turns()
+    turns.push(*(_of(FLOOD, seq_id) for seq_id in range(9)))
+    assert [turns.begin().seq_id for _ in range(9)] == list(range(9))
+    turns.push(_of(FLOOD, 10), _of(FEW, 11))
+    assert [turns.begin().owner for _ in range(2)] == [FLOOD, FEW]
 
 
 @given(st.lists(costs, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40))
 def test_no_owner_waits_for_more_than_a_share(flood: list[int], others: list[tuple[int, int, int]]) -> None:
     """Between two owners that both wait, what they are given differs by one sequence of each at most."""
-    turns = FairQueue()
-    for seq_id, cost in enumerate(flood):
-        turns.push(_of(FLOOD, seq_id, cost))
+    turns = Turns()
+    turns.push(*(_of(FLOOD, seq_id, cost) for seq_id, cost in enumerate(flood)))
     arrivals = sorted(others)
     most = max([*flood, *(cost for _, _, cost in others)])
     given: dict[tuple[int, int], dict[int, int]] = {}  # to each of two since both have been waiting
     step = 0
-    while turns or arrivals:
-        while arrivals and (arrivals[0][0] <= step or not turns):
+    while turns.queue or arrivals:
+        while arrivals and (arrivals[0][0] <= step or not turns.queue):
             _, owner, cost = arrivals.pop(0)
             turns.push(_of(owner, 1000 + step * 100 + len(arrivals), cost))
-        waiting = {sequence.owner for sequence in turns}
+        waiting = {sequence.owner for sequence in turns.queue}
         pairs = {(a, b) for a in waiting for b in waiting if a < b}
         given = {pair: given.get(pair, dict.fromkeys(pair, 0)) for pair in pairs}
-        going = _begun(turns)
+        going = turns.begin()
         for pair in pairs:
             if going.owner in pair:
-                given[pair][going.owner] += going.max_len
+                given[pair][going.owner] += going.num_known
             assert abs(given[pair][pair[0]] - given[pair][pair[1]]) <= 2 * most
         step += 1
 
 
-@given(st.lists(costs, min_size=1, max_size=30))
-def test_one_owner_goes_in_the_order_of_arrival(lengths: list[int]) -> None:
-    turns = FairQueue()
-    for seq_id, cost in enumerate(lengths):
-        turns.push(_of(0, seq_id, cost))
-    assert [_begun(turns).seq_id for _ in lengths] == list(range(len(lengths)))
+@given(st.lists(costs, min_size=1, max_size=30), st.sampled_from([0, FEW]))
+def test_one_owner_and_clients_without_keys_go_in_the_order_of_arrival(lengths: list[int], owner: int) -> None:
+    turns = Turns()
+    turns.push(*(_of(owner, seq_id, cost) for seq_id, cost in enumerate(lengths)))
+    assert [turns.begin().seq_id for _ in lengths] == list(range(len(lengths)))
+
+
+def test_without_keys_the_choices_of_a_request_take_turns_with_other_requests() -> None:
+    turns = Turns()
+    choices = [_of(0, seq_id) for seq_id in range(4)]
+    for choice in choices:
+        choice.request_number = 0
+    turns.push(*choices, _of(0, 4), _of(0, 5))
+    assert [turns.begin().seq_id for _ in range(6)] == [0, 4, 5, 1, 2, 3]
 
 
 def test_who_leaves_does_not_pay() -> None:
-    turns = FairQueue()
+    turns = Turns()
     turns.push(_of(FLOOD, 0))
     left = [_of(FEW, seq_id) for seq_id in range(1, 20)]
-    for sequence in left:
-        turns.push(sequence)
+    turns.push(*left)
     for sequence in left[:-1]:
-        turns.remove(sequence)
+        turns.queue.remove(sequence)
     turns.push(_of(FLOOD, 30))
-    assert [_begun(turns).seq_id for _ in range(3)] == [0, 19, 30]
+    assert [turns.begin().seq_id for _ in range(3)] == [0, 19, 30]
+
+
+def test_slots_that_are_free_together_are_shared_before_anything_is_computed() -> None:
+    shares = FairShares()
+    queue = FairQueue(shares)
+    for seq_id in range(8):
+        queue.push(_of(FLOOD if seq_id < 5 else FEW, seq_id))
+    order = []
+    while queue:
+        sequence = queue.first
+        order.append(sequence.seq_id)
+        shares.begin(sequence.account, sequence.num_known)
+        queue.remove(sequence)
+    assert order == [0, 5, 1, 6, 2, 7, 3, 4]
 
 
 def test_who_gave_a_place_back_is_the_next_and_does_not_pay_twice() -> None:
-    line = WaitingQueue()
+    line = WaitingQueue([FairShares() for _ in range(NUM_PRIORITIES)])
     again, other = _of(FLOOD, 0), _of(FEW, 1)
     line.push(again)
     line.pop_admitted(again)
@@ -142,7 +171,7 @@ def test_owners_are_admitted_in_turns_and_end_all() -> None:
         sequence.owner = owner
         pipe.scheduler.add(sequence)
     pipe.drain()
-    assert [event.seq_id for event in pipe.events] == [0, 1, 6, 2, 7, 3, 4, 5], "0 was the only owner then"
+    assert [event.seq_id for event in pipe.events] == [0, 6, 1, 7, 2, 3, 4, 5], "0 is charged"
 
 
 async def _never(_batch: object) -> None:
@@ -212,6 +241,15 @@ def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_lar
     router.submit([spec], lambda _: None)
     with pytest.raises(QueueFullError):
         router.submit([spec], lambda _: None)
+
+
+def test_the_choices_of_a_request_without_a_key_have_one_account() -> None:
+    router = _router(8)
+    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
+    for num_choices in (1, 3, 2):
+        router.submit([spec] * num_choices, lambda _: None)
+    router.submit([replace(spec, owner=FEW)] * 2, lambda _: None)
+    assert [sequence.account for sequence in router.scheduler._waiting] == [~1, ~1, ~1, ~4, ~4, FEW, FEW]
 
 
 def test_when_to_come_back_counts_what_still_waits() -> None:

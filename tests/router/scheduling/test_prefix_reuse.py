@@ -274,6 +274,6 @@ def test_tokens_of_sequences_whose_prefix_is_looked_up_are_counted() -> None:
 
 def test_a_scheduler_that_keeps_no_prefixes_counts_no_tokens() -> None:
     pipe = new_pipeline(new_cache(8, 4, None), seqs=5, budget=200, in_flight=1)
-    pipe.scheduler.allocator._reuses_prefixes = False
+    pipe.scheduler.allocator.reuses_prefixes = False
     _run(pipe, _sequence(0, TEXTS[0]))
     assert pipe.scheduler.allocator.num_queried == 0

@@ -52,7 +52,7 @@ def test_the_least_urgent_with_least_to_compute_again_gives_its_place_back_at_on
     batch = _step(pipe)
     assert batch is not None
     assert batch.freed_seq_ids == (1,)
-    assert _of(batch) == [(3, 0, 7), (0, 10, 1), (2, 8, 1)]
+    assert _of(batch) == [(3, 0, 7), (2, 8, 1), (0, 10, 1)], "the shorter prompt was finished first"
     pipe.drain()
     assert pipe.scheduler.num_preempted == 1
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [20] * 4, "the token that it had got counts"
