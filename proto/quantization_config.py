@@ -54,11 +54,12 @@ def parse_quantization(given: Mapping[str, Any] | None, source: str) -> Quantiza
     return Quantization.FP8
 
 
-def describe_quantization(given: Mapping[str, Any], program: str = "MLX") -> str:
+def describe_quantization(given: Mapping[str, Any], program: str = "") -> str:
     """Return what a configuration says about its format: ``AWQ (4 bits)``, ``modelopt (NVFP4)``.
 
-    ``program`` is the one that writes no ``quant_method`` there; in ``config.json`` that is MLX.
+    ``program`` is the one that writes no ``quant_method`` there; if it is not given, MLX is known by its ``group_size``.
     """
+    program = program or ("MLX" if given.get("group_size") else "an unknown format")
     method = str(given.get("quant_method") or ("bitsandbytes" if any(map(given.get, LOADED_IN)) else program))
     details = [str(given["quant_algo"])] if given.get("quant_algo") else []
     groups = [group for group in (given.get("config_groups") or {}).values() if group]

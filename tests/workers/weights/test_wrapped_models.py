@@ -285,11 +285,13 @@ def test_what_the_wrapper_says_alone_counts(fp8_folder: Path) -> None:
 
 def test_fp8_weights_without_a_word_in_the_configuration_are_refused(fp8_folder: Path) -> None:
     path = fp8_folder / "config.json"
-    config = json.loads(path.read_text())
+    config, args = json.loads(path.read_text()), read_model_args(fp8_folder)
     del config["quantization_config"]
     path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"a scale of quantized weights, and no configuration says how"):
+        read_model_args(fp8_folder)
     with pytest.raises(CheckpointError, match=r"is of type F8_E4M3, and config\.json does not say how it is quantized"):
-        Checkpoint(fp8_folder).check(read_model_args(fp8_folder))
+        Checkpoint(fp8_folder).check(replace(args, quantization=None))
 
 
 @pytest.mark.parametrize(
@@ -298,12 +300,13 @@ def test_fp8_weights_without_a_word_in_the_configuration_are_refused(fp8_folder:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 with a scale for each block of 128 x 128 numbers"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}}},
-            r"'compressed-tensors' \(nvfp4-pack-quantized\)",
+            r"compressed-tensors \(nvfp4-pack-quantized\)",
         ),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"'compressed-tensors' \(pack-quantized\)"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "awq"}, "'awq'"),
-        ({"bits": 4}, "None"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
+        ({"quant_method": "gptq", "bits": 4}, r"GPTQ \(4 bits\)"),
+        ({"quant_method": "awq"}, "AWQ"),
+        ({"bits": 4}, r"an unknown format \(4 bits\)"),
+        ({"bits": 4, "group_size": 64}, r"MLX \(4 bits\)"),
     ],
 )
 def test_other_formats_are_refused_by_name(fp8_folder: Path, quantization: dict[str, Any], words: str) -> None:
@@ -459,7 +462,7 @@ def test_published_configurations_are_the_presets() -> None:
     [
         (
             {"quantization": None, "quantization_config": NVFP4},
-            r"params\.json: weights quantized as 'compressed-tensors' \(nvfp4-pack-quantized\) are not supported",
+            r"params\.json: weights quantized as compressed-tensors \(nvfp4-pack-quantized\) are not supported",
         ),
         ({"multimodal": {"whisper_model_args": {"encoder_args": {}}}}, r"multimodal\.whisper_model_args is set"),
     ],
