@@ -252,3 +252,13 @@ def test_the_virtual_time() -> None:
     shares.compute(A, 45)
     assert shares.begin(9, 4) == 5 + 10 + 7 + 4
     shares.check_integrity()
+
+
+def test_answers_count_for_the_next_slot() -> None:
+    """Four slots: three answers of A, and one of B that ends. A's next sequence came first, but A has had more since."""
+    pipe = _pipe(seqs=4)
+    for seq_id, owner, new in ((0, A, 100), (1, A, 100), (2, A, 100), (3, B, 12)):
+        _add(pipe, seq_id, 1, owner, new)
+    _add(pipe, 4, 5, A)
+    _add(pipe, 5, 5, B)
+    assert _run(pipe) == [0, 1, 2, 3, 5, 4]
