@@ -86,7 +86,7 @@ _add(_ray, "ray._raylet", "GlobalStateAccessor.get_actor_table", **_holders)
     breaks="draining when timeout, systemd or a terminal ends serve, because Ray ends first",
 )
 _no_dashboard = {
-    "needed_for": "a local cluster without the daemons of a dashboard that nobody has asked for",
+    "needed_for": "a local cluster without the daemons of a dashboard that is not wanted",
     "breaks": "the start of a local cluster, which would take two seconds longer",
 }
 (NODE,) = _add(_ray, "ray._private.node", "Node", "Node.get_gcs_client", **_no_dashboard)
