@@ -261,4 +261,4 @@ def test_answers_count_for_the_next_slot() -> None:
         _add(pipe, seq_id, 1, owner, new)
     _add(pipe, 4, 5, A)
     _add(pipe, 5, 5, B)
-    assert _run(pipe) == [0, 1, 2, 3, 5, 4]
+    assert _run(pipe) == [0, 3, 1, 2, 5, 4]
