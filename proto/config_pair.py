@@ -7,9 +7,8 @@ from typing import Any
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import checkpoint_errors, has_magnitude, text_config
-from tramontane.proto.layer_args import LatentArgs
 from tramontane.proto.mistral_params import magnitudes, stated_context_lens, stated_window, windows_of
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import LatentArgs, ModelArgs
 from tramontane.proto.presets import context_len
 
 # Keys of config.json by those of params.json, and fields of ``ModelArgs`` where these have other names than the latter.

@@ -7,8 +7,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, check_num_layers
+from tramontane.proto.model_args import (
+    DTYPE_BYTES,
+    GateScores,
+    LatentArgs,
+    ModelArgs,
+    MoeArgs,
+    SparseArgs,
+    YarnScaling,
+    check_num_layers,
+)
 from tramontane.proto.presets import context_len
 from tramontane.proto.quantization_config import parse_quantization
 

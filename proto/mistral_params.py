@@ -11,8 +11,7 @@ from tramontane.proto.hf_config import (
     parse_dtype,
     yarn_attention_factor,
 )
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
-from tramontane.proto.model_args import ModelArgs, Quantization, check_num_layers
+from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, Quantization, YarnScaling, check_num_layers
 from tramontane.proto.presets import context_len
 from tramontane.proto.quantization_config import describe_quantization, parse_quantization, unsupported_quantization
 

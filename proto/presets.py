@@ -6,8 +6,16 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from tramontane.proto.errors import ConfigError, did_you_mean
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling, check_sizes
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import (
+    GateScores,
+    LatentArgs,
+    ModelArgs,
+    MoeArgs,
+    Quantization,
+    SparseArgs,
+    YarnScaling,
+    check_sizes,
+)
 
 _7B_V1 = ModelArgs(
     dim=4096,

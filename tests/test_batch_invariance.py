@@ -18,7 +18,7 @@ from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain, with
 from tiny_models import latent_args, random_model, sparse_args, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
-from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.scheduling.policy import FixedInFlightPolicy

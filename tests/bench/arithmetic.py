@@ -28,8 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, YarnScaling
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch

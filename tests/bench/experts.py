@@ -37,8 +37,7 @@ from rich.table import Table
 from targets import Target, at_least, conclude
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.request import SamplingParams

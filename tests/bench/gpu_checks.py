@@ -17,8 +17,7 @@ from gpu_stage import GREEDY, MISTRAL_7B, Runner, UnavailableError, running, shr
 from reference import reference_attention
 from torch import Tensor
 
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel

@@ -10,8 +10,7 @@ from gpu_checks import BATCHES, Check, forced_logits, four_layers
 from gpu_speed import PREFILL_BUDGET, STEPS, WARM_STEPS, Figure, Size, Walls
 from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, running
 
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 
 COST_LAYERS = 8  # of 32: the share of every kernel in a step is that of the whole model, but for the head's
 

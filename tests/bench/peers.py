@@ -32,8 +32,7 @@ from rich.table import Table
 from targets import Target, at_least, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS
 from tramontane.workers.kernels.linear import has_native_matmul

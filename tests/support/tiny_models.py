@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
-from tramontane.proto.layer_args import GateScores, LatentArgs, MoeArgs, SparseArgs, YarnScaling
-from tramontane.proto.model_args import ModelArgs, WeightFormat
+from tramontane.proto.model_args import GateScores, LatentArgs, ModelArgs, MoeArgs, SparseArgs, WeightFormat, YarnScaling
 from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.model.moe import ExpertPermutation

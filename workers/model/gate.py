@@ -6,7 +6,7 @@ Shape letters: T tokens, D model width, E experts, k experts of each token, n gr
 import torch
 from torch import Tensor, nn
 
-from tramontane.proto.layer_args import GateScores, MoeArgs
+from tramontane.proto.model_args import GateScores, MoeArgs
 from tramontane.workers.kernels.linear import Linear
 
 TINY = 1e-20  # added to sums of weights that they are divided by

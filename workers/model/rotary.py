@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tramontane.proto.layer_args import YarnScaling
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.workers.kernels.fused_ops import EAGER, CosSin
 
 BLOCK_POSITIONS = 1024  # whose tables are computed at a time

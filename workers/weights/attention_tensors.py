@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tramontane.proto.layer_args import SparseArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, SparseArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.weights.tensor_names import names_of
 from tramontane.workers.weights.tensor_spec import TensorSpec, matrix_spec

@@ -6,8 +6,7 @@ from typing import Any
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.hf_config import LARGE_4, LATENT, MIXTRAL
-from tramontane.proto.layer_args import MoeArgs, SparseArgs, YarnScaling
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs, SparseArgs, YarnScaling
 
 LARGE_4_ROPE_KEYS = frozenset(
     {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}

@@ -6,8 +6,7 @@ Pure arithmetic on the model's geometry, without torch, so that plans and checks
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tramontane.proto.layer_args import GateScores
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import GateScores, ModelArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.weights.attention_tensors import attention_tensors
 from tramontane.workers.weights.tensor_names import names_of

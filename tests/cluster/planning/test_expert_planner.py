@@ -12,8 +12,7 @@ from tiny_models import GIB, tiny_args
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts, plan_moves, replan
 from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization, WeightFormat
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.proto.presets import PRESETS
 from tramontane.workers.weights.tensor_specs import expert_tensors, stage_tensors

@@ -11,8 +11,7 @@ from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.config.measurements import per_expert
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.model.layers import TransformerBlock
 from tramontane.workers.model.transformer import StageModel

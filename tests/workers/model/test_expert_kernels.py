@@ -9,7 +9,7 @@ import torch
 from tiny_models import experts_together, random_model, tiny_args
 from torch import Tensor
 
-from tramontane.proto.layer_args import GateScores, MoeArgs
+from tramontane.proto.model_args import GateScores, MoeArgs
 from tramontane.workers.device.kernel_selection import Compute
 from tramontane.workers.model import expert_kernels
 from tramontane.workers.model.expert_kernels import choose_product, small_batch_kernel_works, uneven_ends, with_gpu_kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import MoeArgs
 from tramontane.workers.model.layers import Gate
 
 # The softmax of these in float16 differs from that in float32, rounded, in the last place of one number.

@@ -20,8 +20,7 @@ from tiny_models import (
 )
 from torch import Tensor
 
-from tramontane.proto.layer_args import MoeArgs
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
 from tramontane.workers.model import moe
 from tramontane.workers.model.grouped_gemm import as_stacked_view

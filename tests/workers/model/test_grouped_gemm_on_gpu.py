@@ -8,7 +8,7 @@ import torch
 from tiny_models import groups_of, tiny_args, tiny_plan
 from torch import Tensor
 
-from tramontane.proto.layer_args import MoeArgs
+from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertId
 from tramontane.workers.model.expert_kernels import candidates, uneven_ends

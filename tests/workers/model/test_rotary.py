@@ -8,8 +8,7 @@ from tiny_models import tiny_args
 from transformers import MistralConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tramontane.proto.layer_args import YarnScaling
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.workers.model.rotary import BLOCK_POSITIONS, RotaryCache, rotary_frequencies, rotary_tables
 
 FACTOR = 8.0

@@ -19,9 +19,8 @@ from tiny_models import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tin
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config
-from tramontane.proto.layer_args import MoeArgs
 from tramontane.proto.mistral_params import from_mistral_params
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization, WeightFormat
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, detect_layout, read_model_args
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.kernels import packed_linear

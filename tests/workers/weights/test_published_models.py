@@ -22,9 +22,8 @@ from torch.nn import functional as F
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.hf_config import from_hf_config
-from tramontane.proto.layer_args import YarnScaling
 from tramontane.proto.mistral_params import from_mistral_params
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, YarnScaling
 from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.stage.stage_worker import StageWorker
