@@ -12,7 +12,7 @@ from tramontane.proto.config_pair import join_configs
 from tramontane.proto.end_tokens import tokenizer_eos_ids
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError, did_you_mean
 from tramontane.proto.foreign_folders import read_tensor_names, refuse_draft_head, refuse_draft_tensors, refuse_other_weights
-from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
+from tramontane.proto.hf_config import checkpoint_errors, from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.presets import PRESETS
@@ -123,7 +123,8 @@ def _check_formats(folder: Path, layout: Layout, config: Mapping[str, Any], args
     if args.quantization is None:
         for name in QUANTIZATION_FILES:
             if (path := folder / name).is_file():
-                check_quantization_file(_json_object(path), name, str(path))
+                with checkpoint_errors(str(path)):
+                    check_quantization_file(_json_object(path), name, str(path))
     refuse_other_weights(folder, layout.value)
     if found := read_tensor_names(folder, layout.value):
         source, names = str(found[0]), found[1]

@@ -104,7 +104,7 @@ class JobClaimStore:
         now = self.clock()
         is_running = jobs.c.number.in_(running)
         is_open = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES)
-        expired = self._expired(is_open & ~is_running, now)
+        expired = self._expired(is_open, running, now)
         is_free = or_(jobs.c.owner.is_(None), jobs.c.number.in_(expired)) & ~is_running
         wanted = [row.number for row in self._database.read(_fair_choice(is_open, is_running, is_free, limit))]
         if not wanted:  # as usually; then there is no reason to write
@@ -131,8 +131,10 @@ class JobClaimStore:
             for row in rows
         ]
 
-    def _expired(self, where: Condition, now: float) -> dict[int, Lease]:
-        """Return the leases that have expired, by the job's number.
+    def _expired(self, is_open: Condition, running: Collection[int], now: float) -> dict[int, Lease]:
+        """Return the leases that have expired, by the job's number; of open jobs that this runner does not work on.
+
+        It looks at the leases of all: one that another runner takes from it has changed, and is not seen for the first time.
 
         A lease that this runner has seen for ``lease_s`` without a change has, whatever time stands in it, and one that it has
         seen change has not before. So runners need not agree on the time, and a clock that is set ends no living runner's
@@ -140,16 +142,19 @@ class JobClaimStore:
         starts need not wait: it has expired if that has passed, or is further away than two leases, which no clock within
         one lease of this one has written. The same holds for leases of its own, as it renews no others than those of ``running``.
         """
-        held = self._database.read(select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(where))
+        held = self._database.read(select(jobs.c.number, jobs.c.owner, jobs.c.epoch, jobs.c.leased_until).where(is_open))
         leases = {row.number: _lease(row) for row in held if row.owner is not None}
         seen = self._watch.look(leases)
         return {
             number: lease
             for number, lease in leases.items()
-            if seen[number].seconds > self.lease_s
-            or (
-                (not seen[number].has_changed or lease.owner == self.owner)
-                and not now <= lease.leased_until <= now + 2 * self.lease_s
+            if number not in running
+            and (
+                seen[number].seconds > self.lease_s
+                or (
+                    (not seen[number].has_changed or lease.owner == self.owner)
+                    and not now <= lease.leased_until <= now + 2 * self.lease_s
+                )
             )
         }
 

@@ -44,8 +44,7 @@ class FairQueue:
             return self._requeued[0]
         version, sequence = self._next
         if sequence is None or version != self._shares.version:
-            turn = self._shares.turn
-            sequence = min((queue[0] for queue in self._by_account.values()), key=lambda s: (turn(s.account), arrival_key(s)))
+            sequence = min((queue[0] for queue in self._by_account.values()), key=self._turn)
             self._next = self._shares.version, sequence
         return sequence
 
@@ -59,9 +58,19 @@ class FairQueue:
         if sequence.was_scheduled:
             insort(self._requeued, sequence, key=arrival_key)
             return
-        self._shares.wait(sequence.account)
-        insort(self._by_account.setdefault(sequence.account, []), sequence, key=arrival_key)
-        self._next = (-1, None)
+        version, first = self._next
+        is_known = version == self._shares.version
+        self._shares.wait(sequence.account)  # which changes no other account's turn
+        queue = self._by_account.setdefault(sequence.account, [])
+        insort(queue, sequence, key=arrival_key)
+        if first is not None and is_known:  # of thousands of requests, not all are compared with each that comes
+            self._next = self._shares.version, min(first, queue[0], key=self._turn)
+        else:
+            self._next = (-1, None)
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int]:
+        """Return what decides which account is next, of the first sequence of each."""
+        return self._shares.turn(sequence.account), arrival_key(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""

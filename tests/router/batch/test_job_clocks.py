@@ -141,3 +141,21 @@ def test_a_submission_of_a_clock_that_was_ahead_gives_way_to_its_repetition(harn
     assert again.create(JobOptions(), request_key="k").number != dead.number
     with pytest.raises(OverloadedError, match="being submitted"):
         again.create(JobOptions(), request_key="k")
+
+
+@pytest.mark.parametrize("off_s", [HOUR, -HOUR, 25.0])
+def test_two_living_runners_do_not_take_a_job_from_each_other_again_and_again(harness: BatchHarness, off_s: float) -> None:
+    """Each believes the time in the other's lease once, as it may be of a runner that is gone; then it sees the lease change."""
+    service, _ = _submitted(harness)
+    runners = [Machine(harness, off).claims(service) for off in (0.0, off_s)]
+    held: list[set[int]] = [set(), set()]
+    num_claims = 0
+    for tick in range(240):
+        harness.clock.now += 0.5
+        for store, mine in zip(runners, held, strict=True):
+            claimed = {claim.number for claim in store.claim(5, mine)}  # also while it does not know yet that it has lost one
+            mine.intersection_update(store.claimed(mine, renew=tick % 10 == 0))
+            mine.update(claimed)
+            num_claims += len(claimed)
+    assert 1 <= num_claims <= 3
+    assert sum(map(len, held)) == 1

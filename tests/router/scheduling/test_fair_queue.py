@@ -57,6 +57,22 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     assert [turns.begin().seq_id for _ in range(5)] == [30, 100, 31, 101, 32]
 
 
+def test_a_request_that_comes_is_not_compared_with_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys each has an account: comparing all of them again takes seconds for thousands of requests."""
+    turns, num_compared, turn = Turns(), 0, FairShares.turn
+
+    def count(shares: FairShares, number: int) -> int:
+        nonlocal num_compared
+        num_compared += 1
+        return turn(shares, number)
+
+    monkeypatch.setattr(FairShares, "turn", count)
+    for seq_id in range(500):
+        turns.push(_of(0, seq_id))
+        assert turns.queue.first.seq_id == 0
+    assert num_compared <= 3 * 500
+
+
 def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
     """It is the one that ages while more urgent ones are scheduled."""
     waiting = WaitingQueue([FairShares() for _ in range(NUM_PRIORITIES)])
