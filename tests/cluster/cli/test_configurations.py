@@ -186,3 +186,14 @@ def test_what_is_derived_is_transformers(name: str, tmp_path: Path) -> None:
 def test_there_are_enough() -> None:
     assert len(CONFIGURATIONS) >= 81
     assert len(REFUSED) >= 12
+
+
+@pytest.mark.parametrize("name", ["quant_config.json", "quantize_config.json"])
+@pytest.mark.parametrize(
+    "given", [{"config_groups": [1]}, {"config_groups": {"a": 3}}, {"config_groups": {"a": {"weights": "x"}}}]
+)
+def test_a_malformed_quantization_file_is_named_in_one_line(name: str, given: dict[str, Any], tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "mistral-7b-v0.3")
+    (folder / name).write_text(json.dumps(given))
+    with pytest.raises(CheckpointError, match=rf"{name} holds a value of the wrong type: [^\n]+$"):
+        read_model_args(folder)
