@@ -118,6 +118,27 @@ def test_a_file_is_closed_wherever_its_reader_stops(gate: Gate) -> None:
     asyncio.run(scenario())
 
 
+def test_the_limit_is_of_a_whole_file_and_not_of_each_piece() -> None:
+    """Each of six pieces takes 10 s of the 25 s that the file may take, by a clock that only the pieces move."""
+    passed_s = [0.0]
+
+    def pieces() -> Pieces:
+        for _ in range(6):
+            passed_s[0] += 10.0
+            yield b"piece"
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.time = lambda: passed_s[0]  # type: ignore[method-assign]
+        threads = StorageThreads(3, 2, timeout_s=25.0)
+        with pytest.raises(TimeoutError):
+            await _read(threads, "own", pieces())
+        threads.close()
+
+    asyncio.run(scenario())
+    assert passed_s[0] < 60.0
+
+
 def test_all_the_waiting_for_a_file_is_bounded(gate: Gate) -> None:
     """Also the waiting for a thread."""
 

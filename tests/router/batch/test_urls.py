@@ -140,6 +140,8 @@ PAGES = {
     "/in/twice": "-> /in/moved",
     "/in/out": "-> /secret",
     "/in/up": "-> ../secret",
+    "/in/sibling": "-> /in2/secret",
+    "/in2/secret": SECRET.decode(),
     "/in/hidden": "-> /in/%2e%2e/secret",
     "/in/late": "-> /in/out",
     "/in/user": "-> //user@HOST/in/a",
@@ -202,7 +204,9 @@ def test_a_redirect_to_an_allowed_url_is_followed(site: Site, page: str) -> None
     assert asyncio.run(_read(f"{site.url}/in/{page}", f"{site.url}/in")) == b"hello"
 
 
-@pytest.mark.parametrize("page", ["out", "up", "hidden", "late", "user", "other", "file", "nowhere", "changes", *HOSTILE_PAGES])
+@pytest.mark.parametrize(
+    "page", ["out", "up", "sibling", "hidden", "late", "user", "other", "file", "nowhere", "changes", *HOSTILE_PAGES]
+)
 def test_a_redirect_elsewhere_is_not_followed(site: Site, page: str) -> None:
     """Whether it comes when the file is looked up or when it is read."""
     with pytest.raises(JobRefusedError) as refused:
@@ -234,6 +238,7 @@ def test_an_error_of_a_server_comes_without_its_words(site: Site, status: int, e
 # ---- URLs that mean another place to a server than to the check
 
 HOSTILE = {
+    "sibling": "/in2/secret",
     "dots": "/in/../secret",
     "encoded dots": "/in/%2e%2e/secret",
     "one encoded dot": "/in/.%2E/secret",
