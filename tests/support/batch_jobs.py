@@ -102,12 +102,15 @@ async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine
     return [line async for line in service.results(job_id)]
 
 
-async def _slow_echo(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
-    await asyncio.sleep(0.01)
-    return {"said": body["prompt"]}
-
-
-def run_until_killed(database: str, storage: str, now: float) -> None:
+def run_until_killed(database: str, storage: str, now: float, num_answers: int) -> None:
+    """A runner that answers at most ``num_answers`` lines, so that however late it is killed, others remain."""
     harness = BatchHarness(database, storage)
     harness.clock.now = now
-    asyncio.run(harness.runner(_slow_echo).run())
+    left = asyncio.Semaphore(num_answers)
+
+    async def answer(_endpoint: str, body: dict[str, Any], _tenant: str = "") -> dict[str, Any]:
+        await left.acquire()
+        await asyncio.sleep(0.01)
+        return {"said": body["prompt"]}
+
+    asyncio.run(harness.runner(answer).run())

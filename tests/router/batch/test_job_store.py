@@ -638,7 +638,8 @@ def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     done_before = num_killed = 0
     while num_killed < 8:
         later = harness.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
-        process = start.Process(target=run_until_killed, args=(harness.database, harness.storage, later), daemon=True)
+        arguments = (harness.database, harness.storage, later, 400 // 8 - 1)
+        process = start.Process(target=run_until_killed, args=arguments, daemon=True)
         process.start()
         while service._jobs.get(job.job_id).job.num_done == done_before:  # it is at work, however slow the machine is
             assert process.is_alive(), f"it has ended by itself: {process.exitcode}"
