@@ -89,10 +89,10 @@ def check_tensor_names(names: Iterable[str], is_quantized: bool, source: str) ->
     found = sorted(names)
     for end, name in TENSOR_ENDS.items():
         if tensor := next((each for each in found if each.endswith(end)), None):
-            raise unsupported_quantization(f"{name}, as the tensor {tensor:.100} shows,", source)
+            raise unsupported_quantization(f"{name}, as the tensor {tensor[:100]!r} shows,", source)
     if not is_quantized and (scale := next((each for each in found if each.endswith(SCALE_ENDS)), None)):
         raise CheckpointError(
-            f"{source} has the tensor {scale:.100}, a scale of quantized weights, and no configuration says how "
+            f"{source} has the tensor {scale[:100]!r}, a scale of quantized weights, and no configuration says how "
             "they are quantized; fetch the folder again, with all its .json files"
         )
 

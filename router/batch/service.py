@@ -17,7 +17,7 @@ from tramontane.router.batch.ingest import JobIngest, digest_of_text, digest_of_
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.quotas import RETRY_AFTER_S, TenantQuota
 from tramontane.router.batch.storage import JobStorage
-from tramontane.router.batch.storage_threads import StorageThreads
+from tramontane.router.batch.storage_threads import READ_TIMEOUT_S, StorageThreads
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
 from tramontane.router.batch.submissions import JobSubmissions
 from tramontane.router.batch.tables import KEYLESS, Scope
@@ -286,7 +286,7 @@ class BatchService:
                 async for piece in pieces:
                     yield piece
         except TimeoutError:
-            raise JobStoreError("the jobs' storage took too long for a file") from None
+            raise JobStoreError(f"the jobs' storage has not delivered a file within {READ_TIMEOUT_S:.0f} s") from None
 
     async def collect_garbage(self) -> None:
         """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``.

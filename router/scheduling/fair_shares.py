@@ -43,7 +43,7 @@ class FairShares:
     """
 
     def __init__(self) -> None:
-        self.version = 0  # changes whenever ``turn`` of any account may have
+        self.lowered: set[int] = set()  # accounts whose ``turn`` has become lower while sequences of them wait
         self._accounts: dict[int, _Account] = {}
         self._now = self._began = 0  # virtual time, and what it was when the first of the active ones came
         self._rest = 0  # tokens computed that have not advanced the virtual time yet
@@ -86,13 +86,12 @@ class FairShares:
             self._num_prefilling += 1
         account.num_prefilling += 1
         account.num_claimed += num_tokens
-        self.version += 1
         return account.tag + num_tokens
 
     def adjust(self, number: int, num_tokens: int) -> None:
         """Claim so many tokens more, or less: more or fewer of a prompt are cached than was thought."""
         self._accounts[number].num_claimed += num_tokens
-        self.version += 1
+        self._note_lowered(number, num_tokens)
 
     def compute(self, number: int, num_tokens: int) -> None:
         """Charge claimed prompt tokens."""
@@ -106,7 +105,7 @@ class FairShares:
         account = self._accounts[number]
         account.num_prefilling -= 1
         account.num_claimed -= num_left
-        self.version += bool(num_left)
+        self._note_lowered(number, -num_left)
         if not account.num_prefilling:
             self._num_prefilling -= 1
             self._enter_ahead(number, account)
@@ -121,7 +120,10 @@ class FairShares:
             self._leave_ahead(number, account)
             account.tag += num_tokens
             self._enter_ahead(number, account)
-        self.version += 1
+
+    def _note_lowered(self, number: int, change: int) -> None:
+        if change < 0 and self._accounts[number].num_waiting:
+            self.lowered.add(number)
 
     def check_integrity(self) -> None:
         """Assert that the counts are right."""
@@ -151,7 +153,6 @@ class FairShares:
             account = self._accounts[number] = _Account(self._now)
         account.tag = max(account.tag, self._now)
         self._num_active += 1
-        self.version += 1
         return account
 
     def _close(self, number: int, account: _Account) -> None:

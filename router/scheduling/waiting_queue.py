@@ -5,6 +5,7 @@
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 
 from tramontane.router.scheduling.batch_queues import PrefillQueue
@@ -29,7 +30,7 @@ class FairQueue:
         self._shares = shares
         self._requeued: list[Sequence] = []
         self._by_account: dict[int, list[Sequence]] = {}  # no list is empty
-        self._next: tuple[int, Sequence | None] = (-1, None)  # whose turn it was at this version of the shares
+        self._turns: list[tuple[int, int, int]] = []  # a heap; a turn in it may have become later since, or be gone
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self._requeued, *self._by_account.values())
@@ -42,11 +43,29 @@ class FairQueue:
         """The sequence whose turn it is."""
         if self._requeued:
             return self._requeued[0]
-        version, sequence = self._next
-        if sequence is None or version != self._shares.version:
-            sequence = min((queue[0] for queue in self._by_account.values()), key=self._turn)
-            self._next = self._shares.version, sequence
-        return sequence
+        while self._shares.lowered:
+            self._enter(self._shares.lowered.pop())
+        turns = self._turns
+        while (turn := self._turn(account := turns[0][-1])) != turns[0]:
+            if turn is None:
+                heappop(turns)
+            else:
+                heapreplace(turns, turn)
+        return self._by_account[account][0]
+
+    def _turn(self, account: int) -> tuple[int, int, int] | None:
+        """Return what decides whether an account is next, None if it has no sequence here."""
+        queue = self._by_account.get(account)
+        return (self._shares.turn(account), arrival_key(queue[0]), account) if queue else None
+
+    def _enter(self, account: int) -> None:
+        """Put an account into the heap whose turn may be earlier than what it has there."""
+        if (turn := self._turn(account)) is None:
+            return
+        heappush(self._turns, turn)
+        if len(self._turns) > 2 * len(self._by_account) + 16:  # most are of requests that have been cancelled
+            self._turns = [turn for account in self._by_account if (turn := self._turn(account))]
+            heapify(self._turns)
 
     @property
     def oldest(self) -> Sequence:
@@ -58,19 +77,11 @@ class FairQueue:
         if sequence.was_scheduled:
             insort(self._requeued, sequence, key=arrival_key)
             return
-        version, first = self._next
-        is_known = version == self._shares.version
-        self._shares.wait(sequence.account)  # which changes no other account's turn
+        self._shares.wait(sequence.account)
         queue = self._by_account.setdefault(sequence.account, [])
         insort(queue, sequence, key=arrival_key)
-        if first is not None and is_known:  # of thousands of requests, not all are compared with each that comes
-            self._next = self._shares.version, min(first, queue[0], key=self._turn)
-        else:
-            self._next = (-1, None)
-
-    def _turn(self, sequence: Sequence) -> tuple[int, int]:
-        """Return what decides which account is next, of the first sequence of each."""
-        return self._shares.turn(sequence.account), arrival_key(sequence)
+        if queue[0] is sequence:
+            self._enter(sequence.account)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
@@ -82,7 +93,8 @@ class FairQueue:
         if not queue:
             del self._by_account[sequence.account]
         self._shares.stop_waiting(sequence.account)
-        self._next = (-1, None)
+        if not self._by_account:
+            self._turns.clear()
 
     def check_integrity(self) -> None:
         """Assert the order of every queue, and that the one whose turn it is has been found."""
@@ -90,8 +102,9 @@ class FairQueue:
             assert queue == sorted(queue, key=arrival_key)
         assert all(self._by_account.values())
         if self and not self._requeued:
-            first, self._next = self.first, (-1, None)
-            assert first is self.first
+            first = self._turn(self.first.account)
+            assert first == min(turn for account in self._by_account if (turn := self._turn(account)))
+            assert len(self._turns) <= 2 * len(self._by_account) + 16
 
 
 class WaitingQueue:

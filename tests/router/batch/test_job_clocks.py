@@ -87,6 +87,22 @@ def test_a_clock_that_is_set_takes_no_job_from_a_living_runner(harness: BatchHar
     assert [claim.number for claim in other.claim(5)] == [number]
 
 
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_a_runner_that_has_dropped_a_job_claims_it_again_when_its_lease_ends(harness: BatchHarness, whose: str) -> None:
+    """It has seen its own renewals, which prove that another runner lives and not that it works on the job itself."""
+    service, number = _submitted(harness)
+    holder, other = Machine(harness).claims(service), Machine(harness).claims(service)
+    looks = holder if whose == "its own" else other
+    assert len(holder.claim(5)) == 1
+    assert looks.claim(5, [number]) == []
+    harness.clock.now += 1
+    assert holder.claimed([number], renew=True)
+    harness.clock.now += 5
+    assert looks.claim(5, [number]) == [], "it sees the renewal"
+    harness.clock.now += LEASE_S - 4
+    assert [claim.number for claim in looks.claim(5)] == ([number] if whose == "its own" else [])
+
+
 def test_a_lease_that_is_renewed_while_it_is_claimed_stays(harness: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     service, number = _submitted(harness)
     holder, other = Machine(harness).claims(service), Machine(harness).claims(service)

@@ -244,6 +244,7 @@ HOSTILE = {
     "one encoded dot": "/in/.%2E/secret",
     "double encoding": "/in/%252e%252e/secret",
     "fourfold encoding": "/in/%252525252e%252525252e/secret",
+    "plain after four decodings": "/in/%25252561",
     "encoded slash": "/in/..%2fsecret",
     "tab": "/in/.\t./secret",
     "line feed": "/in/.\n./secret",
@@ -297,10 +298,10 @@ def test_a_url_of_another_server_or_user_is_not_requested(site: Site, authority:
     assert site.asked == []
 
 
-@pytest.mark.parametrize("tail", ["/in/a", "/in/./a", "/in/a?x=1", "/in/a#b"])
+@pytest.mark.parametrize("tail", ["/in/a", "/in/./a", "/in/a?x=1", "/in/a#b", "/in/%252561"])
 def test_a_url_is_compared_as_it_was_parsed(site: Site, tail: str) -> None:
     upper = site.url.replace("http", "HTTP", 1)
-    site.pages |= {"/in/a?x=1": "hello"}
+    site.pages |= {"/in/a?x=1": "hello", "/in/%252561": "hello"}
     assert asyncio.run(_read(upper + tail, f"{site.url}/in")) == b"hello"
     assert site.asked == [f"GET 127.0.0.1 {tail.replace('/./', '/').partition('#')[0]}"]
 

@@ -57,9 +57,10 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
     assert [turns.begin().seq_id for _ in range(5)] == [30, 100, 31, 101, 32]
 
 
-def test_a_request_that_comes_is_not_compared_with_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_come_and_go_are_not_compared_with_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without keys each has an account: comparing all of them again takes seconds for thousands of requests."""
     turns, num_compared, turn = Turns(), 0, FairShares.turn
+    monkeypatch.setattr(FairQueue, "check_integrity", lambda _: None)  # which compares all
 
     def count(shares: FairShares, number: int) -> int:
         nonlocal num_compared
@@ -71,6 +72,35 @@ def test_a_request_that_comes_is_not_compared_with_all_that_wait(monkeypatch: py
         turns.push(_of(0, seq_id))
         assert turns.queue.first.seq_id == 0
     assert num_compared <= 3 * 500
+    for seq_id in range(500):
+        assert turns.begin().seq_id == seq_id
+    assert num_compared <= 6 * 500
+
+
+def test_a_key_whose_prompt_is_cancelled_goes_before_those_that_have_had_more() -> None:
+    turns = Turns()
+    turns.push(_of(FLOOD, 0, 100), _of(FEW, 1, 10))
+    for seq_id in (0, 1):  # both have slots
+        first = turns.queue.first
+        assert first.seq_id == seq_id
+        turns.push(_of(first.owner, 2 + seq_id))
+        turns.shares.begin(first.owner, first.num_known)
+        turns.queue.remove(first)
+    assert turns.queue.first.owner == FEW
+    turns.shares.end(FLOOD, 100)
+    assert turns.queue.first.owner == FLOOD
+    turns.queue.check_integrity()
+
+
+def test_a_key_that_comes_begins_where_the_answers_of_the_others_have_brought_them() -> None:
+    shares = FairShares()
+    shares.wait(FLOOD)
+    shares.charge_decodes(FLOOD, 1000)
+    shares.wait(FEW)
+    assert shares.turn(FEW) == shares.turn(FLOOD)
+    shares.wait(~3)
+    assert shares.turn(~3) == shares.turn(FLOOD)
+    shares.check_integrity()
 
 
 def test_the_oldest_sequence_is_the_same_for_any_owner() -> None:
