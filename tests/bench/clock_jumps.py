@@ -147,12 +147,16 @@ def _standard_error(ratios: list[float]) -> float:
 def _table(report: dict[str, Any]) -> Table:
     columns = ("after to before, mean", "standard error", "per processor time, mean", "standard error")
     table = Table("clocks of", "jumps", *columns, title="clocks that are set")
-    for kind, ratios in report["ratios"].items():
-        figures = [
-            f(found) for found in (ratios, report["processor_ratios"][kind]) for f in (statistics.geometric_mean, _standard_error)
-        ]
-        table.add_row(kind, str(len(ratios)), *(f"{each:.3f}" for each in figures))
+    for kind in ("every kind but nothing", *report["ratios"]):
+        both = [_ratios_of(kind, report[figure]) for figure in ("ratios", "processor_ratios")]
+        figures = [f(found) for found in both for f in (statistics.geometric_mean, _standard_error)]
+        table.add_row(kind, str(len(both[0])), *(f"{each:.3f}" for each in figures))
     return table
+
+
+def _ratios_of(kind: str, by_kind: dict[str, list[float]]) -> list[float]:
+    """Return the ratios of a kind, or of all that is no kind's name: together their standard error is less than half of one's."""
+    return by_kind.get(kind) or [ratio for each, ratios in by_kind.items() if each != "nothing" for ratio in ratios]
 
 
 def main() -> None:
