@@ -44,7 +44,10 @@ class ServingKeys(KeyGroup):
     )
     max_body_bytes: PositiveInt = key(8 * 2**20, "Largest body of one HTTP request, in bytes.", has_flag=False)
     stream_writes_per_s: PositiveInt | None = key(
-        None, "Writes to streams per second of one ingress replica.", unset="50 per core and machine, at most 400", has_flag=False
+        None,
+        "Writes to streams per second of one ingress replica.",
+        unset="as many as there is time for; under full load 50 per core and machine, at most 400",
+        has_flag=False,
     )
     drain_timeout: Seconds | None = key(
         None, "Seconds to finish running requests at the stop.", unset="30 for serve, 600 in a Ray Serve config"

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S
 from tramontane.cluster.common.deployments import is_drained, number_deployment
+from tramontane.cluster.common.load_meter import LoadMeter
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -62,11 +63,10 @@ class IngressReplica(GrpcServicer):
         track_response_queues()
         model, digest = load_checked_model(config, fingerprint), short_digest(fingerprint)
         node = ray.get_runtime_context().get_node_id()
-        writes_per_s = config.stream_writes_per_s or write_budget(os.cpu_count() or 1, config.num_ingresses)
-        pacer = Pacer(writes_per_s)  # of streams over HTTP and gRPC together
+        pacer = _pacer(config)  # of streams over HTTP and gRPC together
         max_unaccepted = model.max_sequences * config.max_pipelines
         routing = prefix_aware_routing(config, digest)
-        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.interval_s, routing)
+        self._routers = RouterClient(router, max_unaccepted, grace_s, digest, node, lambda: pacer.longest_interval_s, routing)
         application = serve.get_replica_context().app_name
         if is_drained(application, number_deployment(application, build_id)):  # this replica replaces one that has died since
             self._routers.drain()
@@ -148,8 +148,14 @@ class IngressReplica(GrpcServicer):
         }
 
 
+def _pacer(config: EngineConfig) -> Pacer:
+    if config.stream_writes_per_s is not None:
+        return Pacer(config.stream_writes_per_s)
+    return Pacer(write_budget(os.cpu_count() or 1, config.num_ingresses), LoadMeter())
+
+
 def write_budget(num_cores: int, num_ingresses: int) -> int:
-    """Return the writes to streams per second of one of so many ingress replicas, which share the cores.
+    """Return the writes to streams per second of one of so many ingress replicas under full load: they share the cores.
 
     2 cores, 1 ingress: 100 writes. 2 cores, 2 ingresses: 50. 64 cores: 400 with up to 8 ingresses, as many as one process makes.
     """

@@ -39,7 +39,8 @@ class RouterClient(RouterQueries):
     ``max_unaccepted``: see ``AdmissionWindow``.
     ``handover_grace_s``: how long a router that is to stop may finish its requests; longer ones move to another router.
     ``model``: ``short_digest`` of the model whose token ids we send. ``node``: Ray's id of our node.
-    ``write_interval_s``: how often each stream to a client is written to now; routers send tokens a little more often.
+    ``write_interval_s``: how often each stream to a client is written to under full load; routers send tokens a little more
+    often.
     ``routing``: None where prefixes are not cached.
     """
 

@@ -16,6 +16,7 @@ from tramontane.cluster.actors.draft_actor import draft_port
 from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
 from tramontane.cluster.common.deployments import DeploymentWatch, number_deployment
+from tramontane.cluster.common.load_meter import LoadMeter
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import ExpertLoad, per_expert
@@ -58,7 +59,7 @@ class RouterReplica:
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
         self._model, self._num_routers = short_digest(fingerprint), 0
-        self._streams = IngressStreams(self._name, self._model)
+        self._streams = IngressStreams(self._name, self._model, load=LoadMeter())
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._is_given_up = False

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Iterator, Sequence
 from contextlib import suppress
 
+from tramontane.cluster.common.load_meter import FULL_LOAD, Load
 from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.common.ray_api import list_dead_nodes
 from tramontane.cluster.observability.logging import log_accepted, log_ended
@@ -44,7 +45,8 @@ logger = logging.getLogger(__name__)
 class IngressStream:
     """A router's end of the stream to one ingress."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load = FULL_LOAD) -> None:
+        self._load = load
         self._ready: list[tuple[int, RequestOutput | TramontaneError]] = []
         self._filled, self._is_urgent = asyncio.Event(), asyncio.Event()
         self.num_requests = 0
@@ -53,17 +55,19 @@ class IngressStream:
 
     @property
     def pause_s(self) -> float:
-        """Seconds after a message in which tokens gather for the next one.
+        """Seconds after a message in which tokens gather for the next one; without load, none.
 
         A message has a cost of its own, and the ingress writes to its clients less often than tokens come. It has 500 streams,
         of which 8 are here, and 100 writes per second: each client is written to every 5 s, and the pause would be 2 s, so it
-        is 0.5 s. When 1 of the 8 is left, 0.25 s. With 64 requests and no stream it is 64 ms.
+        is 0.5 s. When 1 of the 8 is left, 0.25 s. With 64 requests and no stream it is 64 ms. At half of the load of this
+        process and its machine, half of that.
         """
         shortest = min(MIN_PAUSE_PER_REQUEST_S * self.num_requests, MAX_URGENT_PAUSE_S)
-        return max(shortest, min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S))
+        pause_s = max(shortest, min(self._pause_per_request_s * self.num_requests, MAX_PAUSE_S))
+        return pause_s * self._load.level
 
     def accept(self, write_interval_s: float) -> None:
-        """Note that a request has begun, and how often its ingress writes to each stream now."""
+        """Note that a request has begun, and how often its ingress writes to each stream under full load."""
         self.num_requests += 1
         self._pause_per_request_s = PAUSE_SHARE * write_interval_s / self.num_requests
 
@@ -115,10 +119,13 @@ class IngressStream:
 
 
 class IngressStreams:
-    """A router's streams to all ingresses. ``replica``: the name under which ingresses address this router."""
+    """A router's streams to all ingresses.
 
-    def __init__(self, replica: str, model: str = "", nodes: DeadNodeWatcher | None = None) -> None:
-        self._replica, self._model_key = replica, model_key(model)
+    ``replica``: the name under which ingresses address this router. ``load``: of this process and its machine.
+    """
+
+    def __init__(self, replica: str, model: str = "", nodes: DeadNodeWatcher | None = None, load: Load = FULL_LOAD) -> None:
+        self._replica, self._model_key, self._load = replica, model_key(model), load
         self._nodes = nodes or DeadNodeWatcher(list_dead_nodes)
         self._streams: dict[str, IngressStream] = {}
 
@@ -135,7 +142,7 @@ class IngressStreams:
         """
         if replica != self._replica:
             return
-        stream = IngressStream()
+        stream = IngressStream(self._load)
         if (previous := self._streams.get(ingress)) is not None:  # broken, but only the ingress has noticed
             previous.closed.set()
         self._streams[ingress] = stream
@@ -167,7 +174,7 @@ class IngressStreams:
         """Run one request to its end; its tokens go through the ingress's stream.
 
         ``may_wait``: whether the request is queued while the pipeline is being fenced again; otherwise it is refused then.
-        ``write_interval_s``: how often the ingress writes to each stream to a client now.
+        ``write_interval_s``: how often the ingress writes to each stream to a client under full load.
         Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
         aborts the request.
         """
@@ -185,7 +192,8 @@ class IngressStreams:
         stream.accept(write_interval_s)
         stream.put(number, announcement(router.fingerprint))  # which says, too, that a router has accepted the request
         try:
-            await _wait_for_any(delivery.ended, stream.closed)
+            with self._load.watching():
+                await _wait_for_any(delivery.ended, stream.closed)
         finally:
             stream.release()
             router.abort(request)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -56,7 +56,9 @@ class Authenticator(Protocol):
 class WritePacer(Protocol):
     """Limits how often streams write: see ``Pacer`` in ``cluster/http/sse.py``."""
 
-    num_streams: int
+    def open_stream(self) -> AbstractContextManager[None]:
+        """Count a stream to which is written during the block."""
+        ...
 
     async def wait_turn(self, last_write: float) -> None:
         """Wait until a stream that wrote at ``last_write`` may write again."""
@@ -66,7 +68,9 @@ class WritePacer(Protocol):
 class NoPacing:
     """A pacer without limits."""
 
-    num_streams = 0
+    def open_stream(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     async def wait_turn(self, last_write: float) -> None:
         """Return at once."""
@@ -146,13 +150,13 @@ class GrpcServicer:
         """Stream the continuation of a prompt."""
         completion, source = await self._prepare(parse_generate, request, grpc_context)
         clock = asyncio.get_running_loop().time
-        num_counted, fingerprint = 0, None
-        try:
+        has_begun, fingerprint = False, None
+        with ExitStack() as open_streams:
             async with aclosing(completion.stream(source)) as stream:
                 async for changes in stream:
-                    if not num_counted:  # while it waited, nothing was written to it
-                        num_counted = 1
-                        self._pace.num_streams += 1
+                    if not has_begun:  # while it waited, nothing was written to it
+                        has_begun = True
+                        open_streams.enter_context(self._pace.open_stream())
                     response = await run_off_loop(completion.change_bytes, partial(to_generate_response, changes))
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
@@ -163,8 +167,6 @@ class GrpcServicer:
                     yield response
                     if not completion.is_finished:
                         await self._pace.wait_turn(clock())
-        finally:
-            self._pace.num_streams -= num_counted
 
     @_respond(SerializedMessage)
     async def Score(self, request: pb.ScoreRequest, grpc_context: Context) -> SerializedMessage:

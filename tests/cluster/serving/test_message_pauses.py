@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from scripted_chain import ScriptedChain
+from fixed_load import FixedLoad
+from scripted_chain import Gate, ScriptedChain
 from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.serving.token_channel import DONE, KEEPALIVE, IngressStream, IngressStreams, _Delivery, model_key
@@ -26,6 +27,15 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 STEP_S = 0.03
+
+
+async def _at_once(_batch: MicroBatch) -> None:
+    pass
+
+
+def _router(step: Gate = _at_once) -> Router:
+    cache = CachePlan(16, (WindowClass(64, 5, 40),))
+    return Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(1, 64)), ScriptedChain(step))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +62,54 @@ def test_a_pause_is_a_part_of_the_time_between_two_writes_of_a_stream(
     for _ in range(num_ended):
         stream.release()
     assert stream.pause_s == pytest.approx(pause_s)
+
+
+@pytest.mark.parametrize(
+    ("level", "sent_at"), [(0.0, [0.03, 0.06, 0.09, 0.12]), (0.1, [0.03, 0.08, 0.13, 0.13]), (1.0, [0.03, 0.53, 0.53, 0.53])]
+)
+def test_a_pause_is_shorter_while_there_is_time(level: float, sent_at: list[float]) -> None:
+    """Where there is time for anything, the tokens of each step travel at once."""
+
+    async def scenario() -> None:
+        stream, now, received = IngressStream(FixedLoad(level)), asyncio.get_running_loop().time, list[float]()
+        for _ in range(8):
+            stream.accept(5.0)
+
+        async def read() -> None:
+            async for message in stream.messages():
+                received.extend(round(now(), 3) for _ in (wire.decode_outputs(message) if message != KEEPALIVE else ()))
+
+        reading = asyncio.create_task(read())
+        for _ in range(4):
+            await asyncio.sleep(STEP_S)
+            stream.put(0, _token(1))
+        await asyncio.sleep(1.0)
+        reading.cancel()
+        assert received == pytest.approx(sent_at)
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_router_measures_its_load_while_it_has_requests() -> None:
+    async def scenario() -> None:
+        load = FixedLoad()
+        streams = IngressStreams("replica", load=load)
+
+        async def read() -> None:
+            async for _ in streams.subscribe("ingress", "replica"):
+                pass
+
+        reading, router = asyncio.create_task(read()), _router()
+        driving = asyncio.create_task(router.run())
+        await asyncio.sleep(0)
+        spec = wire.encode_specs([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=4))])
+        assert load.counts == []
+        assert await streams.generate(router, "ingress", 0, spec, model_key(""), True, 1.0) == DONE
+        assert load.counts == [1, 0]
+        for task in (reading, driving):
+            task.cancel()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("urgent", [None, 0.07, 0.21])
@@ -90,8 +148,7 @@ def test_the_first_token_and_the_last_wait_less_than_those_between() -> None:
         await asyncio.sleep(STEP_S)
 
     async def scenario() -> None:
-        cache = CachePlan(16, (WindowClass(64, 5, 40),))
-        router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(1, 64)), ScriptedChain(step))
+        router = _router(step)
         driving, streams = asyncio.create_task(router.run()), IngressStreams("replica")
         now, received, began = asyncio.get_running_loop().time, list[tuple[float, int]](), 1.0
 

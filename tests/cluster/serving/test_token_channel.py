@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, cast
 
 import pytest
+from fixed_load import FixedLoad
 from ray.serve.handle import DeploymentHandle
 from scripted_chain import ScriptedChain, all_chunks
 from virtual_time import run_in_virtual_time
@@ -137,11 +138,11 @@ def test_an_ingress_says_how_often_it_writes_to_each_stream() -> None:
     """Requests that are not streamed do not count: many of them would let streams wait for their tokens."""
 
     async def scenario() -> None:
-        pacer = Pacer(50)
+        pacer = Pacer(50, FixedLoad(0.5))  # now it writes twice as often
         pacer.num_streams = 3
         async with _remote(StepByStep()) as (_, _, handle):
             handle_of_any = cast("DeploymentHandle[Any]", handle)
-            routers = RouterClient(handle_of_any, max_unaccepted=100, write_interval_s=lambda: pacer.interval_s)
+            routers = RouterClient(handle_of_any, max_unaccepted=100, write_interval_s=lambda: pacer.longest_interval_s)
             clients = [asyncio.create_task(_num_tokens(routers, LONG)) for _ in range(2)]
             await _until(lambda: len(handle.write_intervals_s) == 4)  # each a second time, after the stream was opened
             assert handle.write_intervals_s == [0.06] * 4

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -390,6 +390,12 @@ def test_a_stream_counts_from_its_first_tokens_to_its_end_and_waits_for_its_turn
         def __init__(self) -> None:
             self.num_streams = 0
             self.counts: list[int] = []
+
+        @contextmanager
+        def open_stream(self) -> Iterator[None]:
+            self.num_streams += 1
+            yield
+            self.num_streams -= 1
 
         async def wait_turn(self, _last_write: float) -> None:
             self.counts.append(self.num_streams)
