@@ -136,7 +136,9 @@ def cache_rows(ring: PageRings, slots_B: Tensor, positions_B: Tensor) -> Tensor:
     return rows_B
 
 
-@triton.jit(do_not_specialize=["batch", "ring_pages"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["batch", "ring_pages"], do_not_specialize_on_alignment=["slots_B", "positions_B"]
+)
 def _rows(  # type: ignore[no-untyped-def]
     pages_SR, slots_B, positions_B, rows_B, batch, ring_pages, page_size: tl.constexpr, b_block: tl.constexpr
 ):

@@ -90,7 +90,10 @@ def split_k_kernels(num_tokens: int, kv_heads: int) -> dict[str, SplitKDecode]:
     }
 
 
-@triton.jit(do_not_specialize=["ring_pages", "window", "num_parts"])  # type: ignore[untyped-decorator]
+# Positions follow those of prompts in one tensor: their address is a multiple of 16 only after an even number of them.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["ring_pages", "window", "num_parts"], do_not_specialize_on_alignment=["positions_B"]
+)
 def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     q_BHd,
     k_NGd,

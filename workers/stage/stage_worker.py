@@ -33,11 +33,12 @@ from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, 
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
+from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_spec import ProgressCallback
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
-NOT_FENCED = -1
+NOT_FENCED, WARM_UP_EPOCH = -1, -2
 
 
 class _Step(NamedTuple):
@@ -122,6 +123,9 @@ class StageWorker:
         if worker.graphs is not None:
             on_activity("recording CUDA graphs")
         worker.prepare()
+        if worker.device.type == "cuda" and worker.has_experts:
+            on_activity("computing prompts of every length once")
+            worker.warm_up()
         is_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
         worker.numerics = stage_numerics(model, worker.backend, worker.device, worker.dtype, is_batch_invariant=is_invariant)
         return worker
@@ -142,9 +146,31 @@ class StageWorker:
             if self.graphs is not None:
                 self.graphs.prepare()
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the layers can be computed here: their experts, if any, are not on actors."""
+        return self.plan.experts_inside or not self.plan.args.moe
+
+    def warm_up(self) -> None:
+        """Compute the steps of ``warm_up.py``, before the first fence. No sequence remains, and what a page holds is not read.
+
+        Raises what the device raises where it has too little memory for the longest prompt.
+        """
+        assert self.epoch == NOT_FENCED
+        for run in warm_up_runs(self.plan, WARM_UP_EPOCH):
+            self._begin_epoch(WARM_UP_EPOCH)
+            for batch in run:
+                hidden_TD = torch.zeros(batch.num_tokens, self.plan.args.dim, dtype=self.dtype)
+                self.step(batch, None if self.plan.is_first else Activation(hidden_TD, ()))
+        self._begin_epoch(NOT_FENCED)
+        self.model.clear_expert_load()
+
     def fence(self, epoch: int) -> None:
         """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
+        self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
         self.table.clear()
         if self.last_stage is not None:
             self.last_stage.clear()

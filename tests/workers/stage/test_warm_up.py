@@ -1,0 +1,93 @@
+"""What a stage on a GPU computes before it is ready, here on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.plan import StagePlan
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.workers.stage import stage_worker
+from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
+from tramontane.workers.stage.warm_up import LONGEST, warm_up_runs
+
+FULL = tiny_args(n_layers=2, windows=(None, 24), max_seq_len=100)
+
+
+def _plan(args: ModelArgs = FULL, **changes: object) -> StagePlan:
+    return tiny_plan(args, 1, **changes).stages[0]  # type: ignore[arg-type]
+
+
+def _lengths(plan: StagePlan) -> list[tuple[int, ...]]:
+    """Of the chunks of each step; each run begins with a new list."""
+    return [tuple(chunk.num_tokens for chunk in batch.chunks) for run in warm_up_runs(plan, 0) for batch in run]
+
+
+def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> None:
+    alone = [(n,) for n in (16, 16, 32, 32, 64, 64, 100, 100)]
+    assert _lengths(_plan()) == [*alone, (50,), (50,), (1, 1), (50,)]
+    last = warm_up_runs(_plan(), 0)[-1][-1]
+    assert last.decodes.seq_ids == (0, 1)
+    samplings = {chunk.sampling.temperature > 0 for run in warm_up_runs(_plan(), 0) for chunk in run[0].chunks if chunk.sampling}
+    assert samplings == {True, False}
+
+
+@pytest.mark.parametrize(("max_len", "longest"), [(10**6, LONGEST), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
+def test_no_prompt_is_longer_than_a_sequence_may_be(max_len: int, longest: int) -> None:
+    cache = replace(_plan().cache, classes=(replace(_plan().cache.classes[0], ring_pages=-(-max_len // 16)),))
+    assert max(_lengths(replace(_plan(replace(FULL, max_seq_len=10**6)), cache=cache)))[0] == longest
+
+
+def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
+    assert not any(batch.decodes.seq_ids for run in warm_up_runs(_plan(max_num_seqs=1), 0) for batch in run)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_nothing_remains_of_it(num_stages: int) -> None:
+    """The stage takes its first fence, and computes the same bits as one that was not warmed up."""
+    model, plan = random_model(FULL), tiny_plan(FULL, num_stages, max_num_seqs=3)
+    warm, cold = split_model(model, plan), split_model(model, plan)
+    for worker in warm:
+        worker.warm_up()
+        assert worker.epoch == NOT_FENCED
+        assert worker.table.slots == {}
+        assert not any(map(sum, worker.model.expert_load.values()))
+    results = []
+    for workers in (warm, cold):
+        incoming = None
+        for worker in workers:
+            worker.fence(0)
+            pages = tuple((0, 1) for _ in worker.plan.cache.classes)
+            chunk = Chunk(0, 0, tuple(range(20)), pages, SamplingParams(temperature=0.8, logprobs=5), needs_sample=True)
+            incoming = worker.step(MicroBatch(0, 0, (chunk,)), incoming)  # type: ignore[arg-type]
+        assert isinstance(incoming, StepResult)
+        results.append((incoming.token_ids, incoming.logprobs))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("device", "experts_inside", "warms_up"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
+def test_a_stage_on_a_gpu_warms_up_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, device: str, experts_inside: bool, warms_up: int
+) -> None:
+    """Unless its experts are on actors, which may not be there yet."""
+    warmed: list[StageWorker] = []
+    monkeypatch.setattr(StageWorker, "warm_up", lambda self: warmed.append(self))
+    monkeypatch.setattr(stage_worker, "check_batch_invariance", lambda *_: False)
+    monkeypatch.setattr(stage_worker, "stage_numerics", lambda *_, **__: None)
+    args = tiny_args(n_layers=1)
+    assert args.moe
+    plan = replace(tiny_plan(args).stages[0], experts_inside=experts_inside)
+    real = StageWorker.__init__
+
+    def on_that_device(self: StageWorker, *given: object, **more: object) -> None:
+        real(self, *given[:2], "cpu", **{})  # type: ignore[arg-type, misc]
+        self.device = torch.device(device)
+
+    monkeypatch.setattr(StageWorker, "__init__", on_that_device)
+    monkeypatch.setattr(StageWorker, "prepare", lambda _: None)
+    StageWorker.load(plan, RandomWeights(), "cpu")
+    assert len(warmed) == warms_up
