@@ -1,5 +1,6 @@
 """What actors say of themselves, by which hung ones are found, and the threads with which they load."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -62,6 +63,25 @@ assert gc.get_freeze_count() == 0, "it was imported before"
 def test_no_collection_looks_at_the_objects_of_torch() -> None:
     done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+COMPILES = """
+from tramontane.cluster.actors.worker_actor import import_torch
+
+import_torch()
+from torch._inductor import config
+print(config.compile_threads)
+"""
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, "1"), ("3", "3")])
+def test_torchs_compiler_starts_no_pool_of_processes_unless_the_user_wants_it(setting: str | None, expected: str) -> None:
+    """As torch itself understands it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    if setting is not None:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = setting
+    done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])
