@@ -195,7 +195,7 @@ class StageActor(WorkerActor["StageWorker"]):
         return self._executor.busy_for_s if self._executor else 0.0
 
     def _note_tokens(self, outcome: StepResult) -> None:
-        if outcome.token_ids:
+        if outcome.num_sampled:
             self._sampled_epoch = outcome.epoch
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:

@@ -13,9 +13,12 @@ import torch
 
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
+from tramontane.cluster.actors.sent_states import SentStates
 from tramontane.cluster.actors.stage_actor import StageActor
 from tramontane.cluster.actors.step_guard import FailureGuard
+from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
+from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
 from tramontane.workers.stage.stage_worker import StageWorker
 
 COMMON = {"label": "", "_worker": None, "_activity": "", "_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
@@ -44,6 +47,38 @@ def test_a_stage_loads_with_the_threads_that_its_steps_have(monkeypatch: pytest.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(stage._load).result()
     assert seen == [3]
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool) -> None:
+    """Steps of nothing but prompts, and rows without a token, are none."""
+    stage, outcomes = StageActor.__new__(StageActor), list[StepResult]()
+    worker = SimpleNamespace(
+        epoch=7, device_name="", numerics=None, request_ids_of=lambda _: [], check_epoch=lambda _: None, dtype=torch.float32
+    )
+    takes = SimpleNamespace(step=lambda *_: outcomes.pop(), busy_for_s=0.0)
+    plan = SimpleNamespace(is_last=True)
+    stage.__dict__ |= COMMON | {
+        **{"_worker": worker, "_executor": takes, "_link": takes, "_plan": plan, "_failure_guard": FailureGuard("", "cpu")},
+        **{"_holder": "", "_sent": SentStates(0), "_sampled_epoch": -1, "_loading": threading.Thread()},
+    }
+    stage._expert_load = lambda: {}  # type: ignore[method-assign]
+    loading = threading.Thread(target=lambda: None)
+    loading.start()
+    stage._loading = loading
+
+    def sampled_epoch(epoch: int, *token_ids: int) -> int:
+        outcomes.append(StepResult(epoch, 0, token_ids, ()))
+        batch = wire.encode_batch(MicroBatch(epoch, 0, ()))
+        assert wire.decode_result(stage.linked_step(batch) if is_linked else stage.step(batch, None)).token_ids == token_ids
+        return stage.health().sampled_epoch
+
+    assert stage.health().sampled_epoch == -1
+    assert sampled_epoch(7) == -1
+    assert sampled_epoch(7, NO_TOKEN) == -1
+    assert sampled_epoch(7, NO_TOKEN, 5) == 7
+    assert sampled_epoch(9) == 7
+    assert sampled_epoch(9, 5) == 9
 
 
 FROZEN = """

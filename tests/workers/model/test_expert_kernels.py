@@ -198,6 +198,19 @@ def test_the_products_are_the_same_after_a_restart(monkeypatch: pytest.MonkeyPat
         assert chosen(0, *other) == (high, 9)
 
 
+def test_quantized_products_for_rows_of_another_data_type_are_asked_for_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    product = expert_kernels.dequantized_grouped_linear
+    monkeypatch.setattr(expert_kernels, "candidates", lambda _: {"one": product, "other": product})
+    choices, timed = KernelChoices("a GPU", tmp_path), list[torch.dtype]()
+    selector = KernelSelector(lambda compute: timed.append(compute().dtype) or 1.0, choices)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        choose_product("w2", torch.randint(-9, 9, (4, 24, 16)).char(), dtype, torch.rand(4, 24), selector)
+    num_timed = 2 * (len(expert_kernels.ROW_CLASSES) + 1)
+    assert timed == [torch.float32] * num_timed + [torch.bfloat16] * num_timed
+
+
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fails(_is_quantized: bool) -> None:
         raise ImportError("No module named 'triton'")
