@@ -36,8 +36,8 @@ class StageHealth(WorkerHealth):
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
     ``sent``: by way, how many hidden states the process has handed on, and their bytes (see ``sent_states``).
-    ``device``: its name; "" before the stage is loaded. ``sampled_epoch``: of the last step in which it has
-    sampled a token; -1 before the first one.
+    ``device``: its name; "" before the stage is loaded. ``sampled_epoch``: of the last step in
+    which it has sampled a token; -1 before the first one.
     """
 
     epoch: int

@@ -61,8 +61,9 @@ class WorkerHealth:
 def import_torch() -> None:
     """Import torch without collecting garbage, and freeze what there is then: a collection never looks at it again.
 
-    Its compiler, which a stage on a GPU uses for five small kernels, will compile in this process, unless the user has set
-    how many others it uses: by default it starts one per core, up to 32, each with 250 MB, while the stage loads.
+    Its compiler, which a stage on a GPU uses for five small kernels, will compile in this process,
+    unless the user has set how many others it uses: by default it starts one for each core, up to
+    32, with 250 MB each, while the stage loads.
 
     torch makes 180,000 objects that stay. Looking for garbage among them takes a sixth of the time of the import, and later each
     full collection would stop a step, for 0.26 s on a core of Zen 4.

@@ -119,8 +119,8 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
 class _Loss:
     """What a pipeline has lost, and when.
 
-    ``before``: process and epoch of each worker at that time, by name. ``missing``: the workers of which no process
-    is loaded yet.
+    ``before``: process and epoch of each worker at that time, by name. ``missing``: the workers of
+    which no process is loaded yet.
     """
 
     since: float
@@ -130,10 +130,10 @@ class _Loss:
 
 
 class LossReporter:
-    """Reports workers that were lost, when new processes replace them, and when their pipeline samples a token again.
+    """Reports workers that were lost, their replacement, and the first token after it.
 
-    A pipeline that has nothing to compute does so with the next request. Workers that are removed with their
-    pipeline are not lost. Times are as exact as polls are frequent.
+    A pipeline that has nothing to compute samples it for the next request. Workers that are removed
+    with their pipeline are not lost. Times are as exact as polls are frequent.
     """
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -165,7 +165,7 @@ class LossReporter:
     def _lose(self, name: str, known: WorkerHealth, before: Mapping[str, tuple[int, int]], has_ended: bool = True) -> None:
         pipeline = re.sub(WORKER, "", name)
         loss = self._lost.get(pipeline)
-        if loss is None or loss.replaced_s is not None:  # a loss that was replaced long ago may still wait for a token
+        if loss is None or loss.replaced_s is not None:  # one that was replaced may still wait for a token
             loss = self._lost[pipeline] = _Loss(self._clock(), before)
         if name not in loss.missing:
             loss.missing.add(name)
@@ -173,7 +173,7 @@ class LossReporter:
             self._report(f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}")
 
     def _follow(self, pipeline: str, loss: _Loss) -> None:
-        """Report that what was lost has been replaced, or that the pipeline has sampled a token since."""
+        """Report what was lost as replaced, or the first token since."""
         if loss.missing:
             return
         now_s, was_replaced = self._clock() - loss.since, loss.replaced_s is not None
@@ -208,7 +208,8 @@ def _epoch(health: WorkerHealth) -> int:
 def _has_sampled(health: WorkerHealth, before: tuple[int, int] | None) -> bool:
     """Return whether a stage has sampled a token since its pipeline was fenced after a loss.
 
-    ``before``: its process and epoch at the loss. A token of the same process in the same epoch may be older than the loss.
+    ``before``: its process and epoch at the loss. A token of the same process in the same epoch may
+    be older than the loss.
     """
     return isinstance(health, StageHealth) and health.sampled_epoch == health.epoch >= 0 and before != (health.pid, health.epoch)
 

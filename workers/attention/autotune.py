@@ -178,7 +178,10 @@ def _choose_decode(
 
 
 def _shapes(plan: StagePlan) -> str:
-    """Return all of a plan that the cases depend on: ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``."""
+    """Return all of a plan that the cases depend on.
+
+    ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``.
+    """
     args, windows = plan.args, ", ".join(str(window_class.window) for window_class in plan.cache.classes)
     heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
     return f"{heads}, pages of {plan.cache.page_size}, windows {windows}"

@@ -1,8 +1,9 @@
-"""Choices of kernels that a machine remembers, for stages that start again: they use the same kernels, and time none.
+"""Choices of kernels that a machine remembers, for stages that start again: they time none.
 
-A choice holds for a device, its libraries and the sources of our kernels (the platform), for a job with its
-shapes, and for these candidates. Each has a small file of its own, so that processes that write at the same
-time lose nothing. The files are in the folder of compiled kernels, which only this user can write to.
+A choice holds for a device, its libraries and the sources of our kernels (the platform), for a job
+with its shapes, and for these candidates. Each has a small file of its own, so that processes that
+write at the same time lose nothing. The files are in the folder of compiled kernels, which only this
+user can write to.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ class KernelChoices:
 
     @classmethod
     def of_device(cls, device: str) -> Self | None:
-        """Return those of a device of this machine, or None if there is no folder for them; logs why."""
+        """Return those of a device of this machine, or None and log why there is no folder."""
         try:
             return cls(platform_of(device), kernel_folder())
         except OSError as error:
@@ -67,7 +68,10 @@ class KeptChoice:
     path: Path
 
     def recall(self) -> str | None:
-        """Return the name that was chosen, or None if there is none yet. A damaged file, as after a loss of power, is removed."""
+        """Return the name that was chosen, or None if there is none yet.
+
+        A damaged file, as after a loss of power, is removed.
+        """
         try:
             content = self.path.read_bytes()
         except OSError:
@@ -82,7 +86,7 @@ class KeptChoice:
         return None
 
     def keep(self, chosen: str) -> None:
-        """Remember what was chosen, in place of an earlier choice. Where the file cannot be written, the log says so."""
+        """Remember what was chosen, in place of an earlier choice; log why that cannot be."""
         try:
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
                 made = Path(folder) / self.path.name
@@ -101,7 +105,10 @@ class KeptChoice:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time make this choice: others wait, and recall it. Does not wait where no file can be made."""
+        """Let one process at a time make this choice: others wait, and recall it.
+
+        Nobody waits where no file can be made.
+        """
         with ExitStack() as stack:
             with suppress(OSError):
                 stack.enter_context(locked(self.path.with_suffix(".lock")))
@@ -112,7 +119,10 @@ class KeptChoice:
 
 
 def platform_of(device: str) -> str:
-    """Name all that the speeds of kernels depend on, besides their inputs: device, libraries, threads, compiler, our sources."""
+    """Name what the speeds of kernels depend on besides their inputs.
+
+    Device, libraries and our sources; on CPUs threads, instructions and the compiler too.
+    """
     parts = [device_numerics(device), f"sources {_sources_digest()}"]
     if device.partition(":")[0] == "cpu":
         import torch
@@ -124,7 +134,7 @@ def platform_of(device: str) -> str:
 
 
 def _sources_digest() -> str:
-    """Return a digest of the files of kernels and of what chooses between them, by their names and contents."""
+    """Return a digest of the files of kernels and of what chooses, by their names and contents."""
     digest = hashlib.sha256()
     paths = [path for package in PACKAGES for path in (SOURCES / package).iterdir() if path.suffix in SUFFIXES]
     for path in sorted(paths):

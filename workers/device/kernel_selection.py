@@ -27,14 +27,17 @@ SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while 
 
 @dataclass(frozen=True, slots=True)
 class KernelSelector:
-    """Chooses the fastest of some kernels by ``clock``. What it has chosen is remembered in ``choices``, unless that is None."""
+    """Chooses the fastest of some kernels by ``clock``.
+
+    What it has chosen is remembered in ``choices``, unless that is None.
+    """
 
     clock: Clock
     choices: KernelChoices | None = None
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """Return one that remembers what it chooses, for all stages on such a device of this machine."""
+        """Return one that remembers what it chooses, for all such devices of this machine."""
         return cls(cuda_seconds if device.type == "cuda" else cpu_seconds, KernelChoices.of_device(str(device)))
 
     def fastest(
@@ -47,11 +50,13 @@ class KernelSelector:
         expected: Tensor,
         advantage: float = 1,
     ) -> K | None:
-        """Return the fastest of the kernels that run and agree with ``expected``, or None; log one line with the outcome of each.
+        """Return the fastest of the kernels that run and agree with ``expected``, or None.
 
-        The first of them is returned unless another is more than ``advantage`` times as fast: with 1.5, and 30 and 21 us, the
-        first. One that was chosen before for the same job, ``shapes`` and kernels is compared with ``expected`` and not timed; if
-        it fails, all are tried and timed. ``prepare_timed`` is called only where kernels are timed.
+        The first of them is returned unless another is more than ``advantage`` times as fast: with
+        1.5, and 30 and 21 us, the first. One that was chosen before, for the same job, ``shapes``
+        and kernels, is compared with ``expected`` and not timed; if it fails, all are tried and
+        timed. ``prepare_timed`` is called only where kernels are timed. Logs one line, with the
+        outcome of each.
         """
         if self.choices is None or len(kernels) < 2:
             name = self._compare(job, kernels, prepare, prepare_timed, expected, advantage)
@@ -60,7 +65,7 @@ class KernelSelector:
         name = _recall(kept, job, kernels, prepare, expected)
         if name is None:
             with kept.locked():
-                name = _recall(kept, job, kernels, prepare, expected)  # if another process has chosen by now
+                name = _recall(kept, job, kernels, prepare, expected)  # another process may have chosen
                 if name is None and (name := self._compare(job, kernels, prepare, prepare_timed, expected, advantage)):
                     kept.keep(name)
         return kernels[name] if name else None
@@ -96,7 +101,7 @@ class KernelSelector:
 def _recall(
     kept: KeptChoice, job: str, kernels: Mapping[str, K], prepare: Callable[[K], Compute], expected: Tensor
 ) -> str | None:
-    """Return the name of the kernel that was chosen before, if it still runs and agrees with ``expected``."""
+    """Return the name of the kernel that was chosen before, if it still runs and is right."""
     name = kept.recall()
     if name is None:
         return None

@@ -83,9 +83,9 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
 
 
 def kernel_folder() -> Path:
-    """Return the folder of libraries and choices of kernels: one that only this user can write to, since libraries are executed.
+    """Return the folder of compiled kernels and of choices between kernels.
 
-    Raises OSError if there is none.
+    Only this user can write to it, since what it has is executed. Raises OSError if there is none.
     """
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
     with suppress(FileExistsError):  # also if it is no folder

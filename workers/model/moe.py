@@ -127,7 +127,8 @@ class LocalExperts(ExpertSet):
     ) -> None:
         """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
 
-        These are ``products``, or else what ``selector`` finds to be the fastest for hidden states of this dtype.
+        These are ``products``, or else what ``selector`` finds to be the fastest for hidden states
+        of this dtype.
         """
         stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}

@@ -27,8 +27,8 @@ class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
     ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
-    ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses, on a GPU. ``has_exact_sums``:
-    see ``sample``.
+    ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses,
+    on a GPU. ``has_exact_sums``: see ``sample``.
     """
 
     kernels: AttentionKernels
@@ -67,9 +67,10 @@ def compile_native_kernels(plan: StagePlan) -> None:
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
-    """Choose the backend of a stage on this device. This compiles kernels, and times them unless this machine has chosen before.
+    """Choose the backend of a stage on this device.
 
-    Raises ConfigError if the plan requires batch invariance on a GPU that has no kernels for it.
+    This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
+    if the plan requires batch invariance on a GPU that has no kernels for it.
     """
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
