@@ -107,7 +107,7 @@ class KeptChoice:
     def locked(self) -> Iterator[None]:
         """Let one process at a time make this choice: others wait, and recall it.
 
-        Nobody waits where no file can be made.
+        None waits where no file can be made.
         """
         with ExitStack() as stack:
             with suppress(OSError):
