@@ -36,7 +36,8 @@ class StageHealth(WorkerHealth):
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
     ``sent``: by way, how many hidden states the process has handed on, and their bytes (see ``sent_states``).
-    ``device``: its name; "" before the stage is loaded.
+    ``device``: its name; "" before the stage is loaded. ``sampled_epoch``: of the last step in
+    which it has sampled a token; -1 before the first one.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class StageHealth(WorkerHealth):
     expert_load: dict[int, tuple[int, ...]]
     sent: dict[str, tuple[int, int]]
     device: str = ""
+    sampled_epoch: int = -1
 
 
 class StageActor(WorkerActor["StageWorker"]):
@@ -65,6 +67,7 @@ class StageActor(WorkerActor["StageWorker"]):
         self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
         self._link: StageLink | None = None  # if hidden states travel through direct channels
         self._sent = SentStates(inline_limit())
+        self._sampled_epoch = -1  # of the last step with a token
         super().__init__(plan.label, plan.weight_bytes, settings)
 
     def _load(self) -> "StageWorker":
@@ -135,11 +138,12 @@ class StageActor(WorkerActor["StageWorker"]):
             raise StaleEpochError(f"{self.label} has no direct link since it was loaded")
         decoded = wire.decode_batch(batch)
         with self._failure_guard.guard(decoded.epoch), log_failures(self._worker, decoded):
-            result = wire.encode_result(self._link.step(decoded))
+            outcome = self._link.step(decoded)
+        self._note_tokens(outcome)
         if not self._plan.is_last:
             assert self._worker is not None
             self._sent.add_direct(decoded.num_tokens * self._plan.args.dim * self._worker.dtype.itemsize)
-        return result
+        return wire.encode_result(outcome)
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
@@ -155,6 +159,7 @@ class StageActor(WorkerActor["StageWorker"]):
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
             outcome = self._executor.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
         if isinstance(outcome, StepResult):
+            self._note_tokens(outcome)
             return wire.encode_result(outcome)
         packed = outbox.payload(outcome)
         self._sent.add_result(packed)
@@ -182,11 +187,16 @@ class StageActor(WorkerActor["StageWorker"]):
             expert_load=self._expert_load(),
             sent=self._sent.totals(),
             device=worker.device_name if worker else "",
+            sampled_epoch=self._sampled_epoch,
         )
 
     @property
     def _busy_for_s(self) -> float:
         return self._executor.busy_for_s if self._executor else 0.0
+
+    def _note_tokens(self, outcome: StepResult) -> None:
+        if outcome.num_sampled:
+            self._sampled_epoch = outcome.epoch
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}

@@ -29,6 +29,7 @@ EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
 # How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which torch is built): one or
 # two ms, which covers the time between two products. The default is nine ms, taken from the stage whose turn it is.
 OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
+INDUCTOR_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # read once, when torch's compiler is imported
 
 
 class Worker(Protocol):
@@ -60,11 +61,16 @@ class WorkerHealth:
 def import_torch() -> None:
     """Import torch without collecting garbage, and freeze what there is then: a collection never looks at it again.
 
+    Its compiler, which a stage on a GPU uses for five small kernels, will compile in this process,
+    unless the user has set how many others it uses: by default it starts one for each core, up to
+    32, with 250 MB each, while the stage loads.
+
     torch makes 180,000 objects that stay. Looking for garbage among them takes a sixth of the time of the import, and later each
     full collection would stop a step, for 0.26 s on a core of Zen 4.
     """
     if "torch" in sys.modules:
         return
+    os.environ.setdefault(INDUCTOR_THREADS, "1")
     gc.disable()
     try:
         import torch  # noqa: F401

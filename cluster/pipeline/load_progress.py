@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -115,17 +115,36 @@ def report_losses(pipelines: str, report: Callable[[str], None]) -> Iterator[Non
         yield
 
 
+@dataclass(slots=True)
+class _Loss:
+    """What a pipeline has lost, and when.
+
+    ``before``: process and epoch of each worker at that time, by name. ``missing``: the workers of
+    which no process is loaded yet.
+    """
+
+    since: float
+    before: Mapping[str, tuple[int, int]]
+    missing: set[str] = field(default_factory=set)
+    replaced_s: float | None = None  # after how many seconds all of them had processes again
+
+
 class LossReporter:
-    """Reports workers that were lost, and pipelines that run again. Workers that are removed with their pipeline are not lost."""
+    """Reports workers that were lost, their replacement, and the first token after it.
+
+    A pipeline that has nothing to compute samples it for the next request. Workers that are removed
+    with their pipeline are not lost. Times are as exact as polls are frequent.
+    """
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._clock = report, clock
         self._known: dict[str, WorkerHealth] = {}  # the last answers, by name
-        self._lost: dict[str, tuple[float, set[str]]] = {}  # since when and which workers, by pipeline
+        self._lost: dict[str, _Loss] = {}  # by pipeline
 
     def observe(self, names: Collection[str], answers: Mapping[str, WorkerAnswer]) -> None:
         """Take the names of all workers, and new answers of some of them."""
         self._known = {name: health for name, health in self._known.items() if name in names}
+        before = {name: (health.pid, _epoch(health)) for name, health in self._known.items()}
         pipelines = {re.sub(WORKER, "", name) for name in names}
         self._lost = {pipeline: lost for pipeline, lost in self._lost.items() if pipeline in pipelines}
         for name, answer in answers.items():
@@ -133,29 +152,42 @@ class LossReporter:
             if isinstance(answer, RayError):
                 if known is not None:
                     logger.debug("%s was lost: %s", name, answer)  # many lines, of which most are the same for each loss
-                    self._lose(name, known, _has_ended(answer))
+                    self._lose(name, known, before, _has_ended(answer))
                 continue
             if known is not None and known.pid != answer.pid:
-                self._lose(name, known)
+                self._lose(name, known, before)
             self._known[name] = answer
-            if _is_at_work(answer):
-                self._find(name)
+            if _is_loaded(answer) and (lost := self._lost.get(re.sub(WORKER, "", name))) is not None:
+                lost.missing.discard(name)
+        for pipeline, loss in [*self._lost.items()]:
+            self._follow(pipeline, loss)
 
-    def _lose(self, name: str, known: WorkerHealth, has_ended: bool = True) -> None:
+    def _lose(self, name: str, known: WorkerHealth, before: Mapping[str, tuple[int, int]], has_ended: bool = True) -> None:
         pipeline = re.sub(WORKER, "", name)
-        _, names = self._lost.setdefault(pipeline, (self._clock(), set()))
-        if name not in names:
-            names.add(name)
+        loss = self._lost.get(pipeline)
+        if loss is None or loss.replaced_s is not None:  # one that was replaced may still wait for a token
+            loss = self._lost[pipeline] = _Loss(self._clock(), before)
+        if name not in loss.missing:
+            loss.missing.add(name)
             cause = f"process {known.pid} on node {known.node_id[:8]} {'has ended' if has_ended else 'cannot be reached'}"
             self._report(f"pipeline {pipeline} has lost {known.label}, which gets a new process: {cause}")
 
-    def _find(self, name: str) -> None:
-        pipeline = re.sub(WORKER, "", name)
-        since, names = self._lost.get(pipeline, (0.0, set[str]()))
-        names.discard(name)
-        if pipeline in self._lost and not names:
+    def _follow(self, pipeline: str, loss: _Loss) -> None:
+        """Report what was lost as replaced, or the first token since."""
+        if loss.missing:
+            return
+        now_s, was_replaced = self._clock() - loss.since, loss.replaced_s is not None
+        loss.replaced_s = now_s if loss.replaced_s is None else loss.replaced_s
+        workers = {name: health for name, health in self._known.items() if re.sub(WORKER, "", name) == pipeline}
+        if all(health.pid == loss.before.get(name, (health.pid,))[0] for name, health in workers.items()):
             del self._lost[pipeline]
-            self._report(f"pipeline {pipeline} runs again, {self._clock() - since:.1f} s after the loss")
+            self._report(f"all processes of pipeline {pipeline} can be reached again, {now_s:.1f} s after the loss")
+        elif any(_has_sampled(health, loss.before.get(name)) for name, health in workers.items()):
+            del self._lost[pipeline]
+            times = f"replaced after {loss.replaced_s:.1f} s, first token after {now_s:.1f} s"
+            self._report(f"pipeline {pipeline} runs again: {times}")
+        elif not was_replaced:
+            self._report(f"pipeline {pipeline} has new processes for all that it lost, {now_s:.1f} s after the loss")
 
 
 def _has_ended(error: RayError) -> bool:
@@ -163,9 +195,23 @@ def _has_ended(error: RayError) -> bool:
     return isinstance(error, ActorDiedError) or "is restarting" in str(error)
 
 
-def _is_at_work(health: WorkerHealth) -> bool:
-    """Return True for a worker that is loaded, or that a router has fenced. An idle pipeline is fenced with the next request."""
-    return health.bytes_loaded >= health.weight_bytes or (isinstance(health, StageHealth) and health.epoch >= 0)
+def _is_loaded(health: WorkerHealth) -> bool:
+    """Return True for a worker that has its weights and kernels. Only such a one can be fenced."""
+    return health.numerics is not None or _epoch(health) >= 0
+
+
+def _epoch(health: WorkerHealth) -> int:
+    """Return the epoch of a stage; -1 before the first fence, and of an expert actor."""
+    return health.epoch if isinstance(health, StageHealth) else -1
+
+
+def _has_sampled(health: WorkerHealth, before: tuple[int, int] | None) -> bool:
+    """Return whether a stage has sampled a token since its pipeline was fenced after a loss.
+
+    ``before``: its process and epoch at the loss. A token of the same process in the same epoch may
+    be older than the loss.
+    """
+    return isinstance(health, StageHealth) and health.sampled_epoch == health.epoch >= 0 and before != (health.pid, health.epoch)
 
 
 class _WorkerPoller:

@@ -24,6 +24,7 @@ from targets import exit_status, none_of
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY
 from tramontane.workers.kernels.fused_ops import EAGER, compile_ops
 from tramontane.workers.model.expert_kernels import with_gpu_kernels
 from tramontane.workers.model.grouped_gemm import ProductBySize, StackedExperts
@@ -62,7 +63,7 @@ def cuda_graph(device: torch.device) -> object:
 
 def expert_kernels(device: torch.device) -> object:
     w13, w2 = (torch.randn(8, *shape, device=device, dtype=BF16) for shape in ((1024, 256), (256, 512)))
-    stack = with_gpu_kernels({0: StackedExperts(w13, w2)}, BF16)[0]
+    stack = with_gpu_kernels({0: StackedExperts(w13, w2)}, BF16, WITHOUT_MEMORY)[0]
     assert stack.has_small_batch_kernel, "it fails its test, see the log"
     return [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]
 

@@ -1,7 +1,8 @@
 """Checks that no kernel of Triton's is compiled while a stage serves: the interpreter shows for which arguments it would be.
 
 Triton compiles a kernel again for every set of constants and options, types of its arguments, for integers that are 1 or
-multiples of 16, and for tensors whose address is a multiple of 16 or not, unless an argument is marked as one that does not count.
+multiples of 16, and for tensors whose address is a multiple of 16 or not, unless an argument is marked as one that does not
+count.
 """
 
 import inspect

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -14,13 +14,14 @@ from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel,
 from tramontane.workers.attention.kernel_cases import KernelCase, check_rotation, check_writes, correctness_cases, timing_cases
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
-from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Clock, Compute, cpu_seconds, cuda_seconds, select_fastest
+from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
+MakeCases = Callable[[], list[KernelCase]]
 
 NUM_CORRECTNESS_TOKENS = 4
 CPU_TOKENS = 2  # single tokens of a case for CPUs, whose kernels compute one after the other
@@ -39,24 +40,19 @@ def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels
     return kernels
 
 
-def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
+def select_kernels(plan: StagePlan, device: torch.device, selector: KernelSelector) -> AttentionKernels:
     """Choose the kernels of a stage: by speed on its device, or PyTorch's where no other can be used.
 
     On a CPU speed decides only if the stage need not be batch-invariant, which the kernels in C are and PyTorch's are not.
     """
     if device.type == "cpu":
-        return _select_for_cpu(plan)
+        return _select_for_cpu(plan, selector)
     prefills, decodes = _gpu_candidates(plan)
     with torch.inference_mode():
-        correctness, timing = correctness_cases(plan, device, 1), timing_cases(plan, device, 1)
-        prefill = _choose_prefill(correctness, timing, prefills, cuda_seconds)
+        correctness, timing = (partial(cases, plan, device) for cases in (correctness_cases, timing_cases))
+        prefill = _choose_prefill(selector, plan, correctness(1), partial(timing, 1), prefills)
         kernels = tuple(
-            _choose_decode(
-                correctness_cases(plan, device, num_tokens),
-                timing_cases(plan, device, num_tokens),
-                decodes(num_tokens),
-                cuda_seconds,
-            )
+            _choose_decode(selector, plan, correctness(num_tokens), partial(timing, num_tokens), decodes(num_tokens))
             for num_tokens in TIMED_TOKENS
         )
     return _with_triton_writes(AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS)), plan, device)
@@ -108,7 +104,7 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
 
 
 @cache  # for tests, which start many equal stages in one process
-def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
+def _select_for_cpu(plan: StagePlan, selector: KernelSelector) -> AttentionKernels:
     """Choose between the kernels in C and PyTorch's attention, which needs keys in one piece.
 
     Prefill and decode are chosen together: the kernels in C compute the same bits for a token in either way.
@@ -120,9 +116,9 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
         logger.info("attention is computed by PyTorch, two to four times as slow as the kernels in C: %s", error)
         return others
     with torch.inference_mode():
-        correctness, timing = (cases(plan, device, CPU_TOKENS) for cases in (correctness_cases, timing_cases))
+        correctness = correctness_cases(plan, device, CPU_TOKENS)
         expected = [_concat([case.expected[job] for case in correctness]) for job in (0, 1)]
-        compute, compute_timed = _both_on_all(correctness), _both_on_all(timing)
+        compute = _both_on_all(correctness)
 
         def prepare(kernels: AttentionKernels) -> Compute:
             outs = compute(kernels)()
@@ -130,12 +126,18 @@ def _select_for_cpu(plan: StagePlan) -> AttentionKernels:
                 assert_close_norm(out, wanted, MAX_DIFFERENCE)
             return lambda: torch.cat(outs)
 
-        def prepare_timed(kernels: AttentionKernels) -> Compute:
-            both = compute_timed(kernels)
-            return lambda: torch.cat(both())
+        def prepare_timed() -> Callable[[AttentionKernels], Compute]:
+            compute_timed = _both_on_all(timing_cases(plan, device, CPU_TOKENS))
+
+            def prepare(kernels: AttentionKernels) -> Compute:
+                both = compute_timed(kernels)
+                return lambda: torch.cat(both())
+
+            return prepare
 
         kernels = {"C": native, "PyTorch": others} if plan.batch_invariant is False else {"C": native}
-        return select_fastest("attention", kernels, prepare, prepare_timed, torch.cat(expected), cpu_seconds, ADVANTAGE) or others
+        wanted, shapes = torch.cat(expected), _shapes(plan)
+        return selector.fastest("attention", shapes, kernels, prepare, prepare_timed, wanted, ADVANTAGE) or others
 
 
 def _both_on_all(cases: list[KernelCase]) -> Callable[[AttentionKernels], Callable[[], list[Tensor]]]:
@@ -150,21 +152,39 @@ def _both_on_all(cases: list[KernelCase]) -> Callable[[AttentionKernels], Callab
 
 
 def _choose_prefill(
-    correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, PrefillKernel], clock: Clock
+    selector: KernelSelector,
+    plan: StagePlan,
+    correctness: list[KernelCase],
+    timing: MakeCases,
+    kernels: Mapping[str, PrefillKernel],
 ) -> PrefillKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
     expected = _concat([case.expected[0] for case in correctness])
-    prepare, prepare_timed = (_on_all(cases, KernelCase.prefill) for cases in (correctness, timing))
-    return select_fastest("prefill", kernels, prepare, prepare_timed, expected, clock) or SdpaPrefill()
+    prepare, prepare_timed = _on_all(correctness, KernelCase.prefill), lambda: _on_all(timing(), KernelCase.prefill)
+    return selector.fastest("prefill", _shapes(plan), kernels, prepare, prepare_timed, expected) or SdpaPrefill()
 
 
 def _choose_decode(
-    correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, DecodeKernel], clock: Clock
+    selector: KernelSelector,
+    plan: StagePlan,
+    correctness: list[KernelCase],
+    timing: MakeCases,
+    kernels: Mapping[str, DecodeKernel],
 ) -> DecodeKernel:
     """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
     job, expected = f"decode of {len(correctness[0].q_BHd)}", _concat([case.expected[1] for case in correctness])
-    prepare, prepare_timed = (_on_all(cases, KernelCase.decode) for cases in (correctness, timing))
-    return select_fastest(job, kernels, prepare, prepare_timed, expected, clock) or PagedDecode()
+    prepare, prepare_timed = _on_all(correctness, KernelCase.decode), lambda: _on_all(timing(), KernelCase.decode)
+    return selector.fastest(job, _shapes(plan), kernels, prepare, prepare_timed, expected) or PagedDecode()
+
+
+def _shapes(plan: StagePlan) -> str:
+    """Return all of a plan that the cases depend on.
+
+    ``32 and 8 heads of 128 in bfloat16, pages of 16, windows 4096``.
+    """
+    args, windows = plan.args, ", ".join(str(window_class.window) for window_class in plan.cache.classes)
+    heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
+    return f"{heads}, pages of {plan.cache.page_size}, windows {windows}"
 
 
 def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]) -> Callable[[K], Compute]:

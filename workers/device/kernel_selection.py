@@ -3,14 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from tramontane.workers.device.events import DeviceEvent
-from tramontane.workers.device.self_test import assert_close_norm, one_line
+from tramontane.workers.device.kernel_choices import KeptChoice, KernelChoices
+from tramontane.workers.device.self_test import assert_close_norm, one_line, try_or_reason
 
 logger = logging.getLogger(__name__)
 
@@ -23,34 +25,92 @@ MAX_DIFFERENCE = 2e-2
 SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 
 
-def select_fastest(
-    job: str,
-    kernels: Mapping[str, K],
-    prepare: Callable[[K], Compute],
-    prepare_timed: Callable[[K], Compute],
-    expected: Tensor,
-    clock: Clock,
-    advantage: float = 1,
-) -> K | None:
-    """Return the fastest of the kernels that run and agree with ``expected``, or None; log one line with the outcome of each.
+@dataclass(frozen=True, slots=True)
+class KernelSelector:
+    """Chooses the fastest of some kernels by ``clock``.
 
-    The first of them is returned unless another is more than ``advantage`` times as fast: with 1.5, and 30 and 21 us, the first.
+    What it has chosen is remembered in ``choices``, unless that is None.
     """
-    seconds: dict[str, float] = {}
-    reports = []
-    for name, kernel in kernels.items():
-        try:
-            assert_close_norm(prepare(kernel)(), expected, MAX_DIFFERENCE)
-            seconds[name] = clock(prepare_timed(kernel))
-            reports.append(f"{name} {seconds[name] * 1e6:.0f} us")
-        except Exception as error:  # libraries raise errors of any kind where a kernel does not fit
-            reports.append(f"{name} {one_line(error)}")
-    best = min(seconds, key=seconds.__getitem__) if seconds else None
-    if best and seconds[first := next(iter(seconds))] <= advantage * seconds[best]:
-        best = first
-    level = logging.INFO if best else logging.WARNING
-    logger.log(level, "%s by %s (%s)", job, best or "PyTorch", "; ".join(reports))
-    return kernels[best] if best else None
+
+    clock: Clock
+    choices: KernelChoices | None = None
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        """Return one that remembers what it chooses, for all such devices of this machine."""
+        return cls(cuda_seconds if device.type == "cuda" else cpu_seconds, KernelChoices.of_device(str(device)))
+
+    def fastest(
+        self,
+        job: str,
+        shapes: str,
+        kernels: Mapping[str, K],
+        prepare: Callable[[K], Compute],
+        prepare_timed: Callable[[], Callable[[K], Compute]],
+        expected: Tensor,
+        advantage: float = 1,
+    ) -> K | None:
+        """Return the fastest of the kernels that run and agree with ``expected``, or None.
+
+        The first of them is returned unless another is more than ``advantage`` times as fast: with
+        1.5, and 30 and 21 us, the first. One that was chosen before, for the same job, ``shapes``
+        and kernels, is compared with ``expected`` and not timed; if it fails, all are tried and
+        timed. ``prepare_timed`` is called only where kernels are timed. Logs one line, with the
+        outcome of each.
+        """
+        if self.choices is None or len(kernels) < 2:
+            name = self._compare(job, kernels, prepare, prepare_timed, expected, advantage)
+            return kernels[name] if name else None
+        kept = self.choices.of(job, shapes, list(kernels))
+        name = _recall(kept, job, kernels, prepare, expected)
+        if name is None:
+            with kept.locked():
+                name = _recall(kept, job, kernels, prepare, expected)  # another process may have chosen
+                if name is None and (name := self._compare(job, kernels, prepare, prepare_timed, expected, advantage)):
+                    kept.keep(name)
+        return kernels[name] if name else None
+
+    def _compare(
+        self,
+        job: str,
+        kernels: Mapping[str, K],
+        prepare: Callable[[K], Compute],
+        prepare_timed: Callable[[], Callable[[K], Compute]],
+        expected: Tensor,
+        advantage: float,
+    ) -> str | None:
+        """Try all kernels, and time them if there are several; return the name of the fastest."""
+        prepare_clocked = prepare_timed() if len(kernels) > 1 else None
+        seconds: dict[str, float] = {}
+        reports = []
+        for name, kernel in kernels.items():
+            try:
+                assert_close_norm(prepare(kernel)(), expected, MAX_DIFFERENCE)
+                seconds[name] = self.clock(prepare_clocked(kernel)) if prepare_clocked else 0.0
+                reports.append(f"{name} {seconds[name] * 1e6:.0f} us" if prepare_clocked else "there is no other")
+            except Exception as error:  # libraries raise errors of any kind where a kernel does not fit
+                reports.append(f"{name} {one_line(error)}")
+        best = min(seconds, key=seconds.__getitem__) if seconds else None
+        if best and seconds[first := next(iter(seconds))] <= advantage * seconds[best]:
+            best = first
+        level = logging.INFO if best else logging.WARNING
+        logger.log(level, "%s by %s (%s)", job, best or "PyTorch", "; ".join(reports))
+        return best
+
+
+def _recall(
+    kept: KeptChoice, job: str, kernels: Mapping[str, K], prepare: Callable[[K], Compute], expected: Tensor
+) -> str | None:
+    """Return the name of the kernel that was chosen before, if it still runs and is right."""
+    name = kept.recall()
+    if name is None:
+        return None
+    if reason := try_or_reason(lambda: assert_close_norm(prepare(kernels[name])(), expected, MAX_DIFFERENCE)):
+        logger.warning("%s: %s was chosen on this machine before and is not used, all are tried again: %s", job, name, reason)
+        kept.forget()
+        return None
+    logger.info("%s by %s, as chosen before on this machine", job, name)
+    return name
 
 
 def cpu_seconds(compute: Compute, rounds: int = 3) -> float:
@@ -78,3 +138,6 @@ def cuda_seconds(compute: Compute, rounds: int = 10) -> float:
         events.append(DeviceEvent())
     events[-1].wait()
     return sorted(second.seconds_since(first) for first, second in pairwise(events))[rounds // 2]
+
+
+WITHOUT_MEMORY = KernelSelector(cuda_seconds)

@@ -54,10 +54,10 @@ def compile_library(source: Path, dtype: str, **sizes: int) -> ctypes.CDLL:
     """
     defines = [f"-D{name}={size}" for name, size in {"ELEMENT": ELEMENTS[dtype], **sizes}.items()]
     try:
-        library = _folder() / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
+        library = kernel_folder() / f"{source.stem}-{_short_digest(source_digest(source), DIGEST, *defines)}.so"
         if (kept := _load_kept(library)) is not None:
             return kept
-        with _locked(library.with_suffix(".lock")):
+        with locked(library.with_suffix(".lock")):
             if (kept := _load_kept(library)) is not None:  # another process has made it by now
                 return kept
             _compile([*_compiler()[0], *_target(), *FLAGS, f"-I{HEADERS}", *defines, str(source), "-lm"], library)
@@ -82,8 +82,11 @@ def _load_kept(library: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _folder() -> Path:
-    """Return the folder of libraries: one that only this user can write to, since what it has is executed."""
+def kernel_folder() -> Path:
+    """Return the folder of compiled kernels and of choices between kernels.
+
+    Only this user can write to it, since what it has is executed. Raises OSError if there is none.
+    """
     folder = Path(tempfile.gettempdir()) / f"tramontane-{os.getuid()}"
     with suppress(FileExistsError):  # also if it is no folder
         folder.mkdir(mode=0o700)
@@ -98,7 +101,7 @@ def _private_folder(instead_of: Path) -> Path:
     folder = tempfile.mkdtemp(prefix=f"{instead_of.name}-", dir=instead_of.parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     logger.warning(
-        "%s is not a folder that only this user can write to; remove it. Until then this process compiles kernels in %s",
+        "%s is not a folder that only this user can write to; remove it. Until then this process keeps kernels in %s",
         instead_of,
         folder,
     )
@@ -106,7 +109,7 @@ def _private_folder(instead_of: Path) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Let one process at a time run the block: stages that start together need the same libraries, and share the cores.
 
     The file is removed with the lock still held. Those that wait for it, and one that makes it anew, may then run together:

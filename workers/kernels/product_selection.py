@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.workers.device.kernel_selection import Clock, Compute, cuda_seconds, select_fastest
+from tramontane.workers.device.kernel_selection import Compute, KernelSelector
 from tramontane.workers.kernels.linear import Linear
 
 CLASSES = (1, 2, 16, 64)  # the most tokens of each class, with which it is timed; with more the library's product is used
@@ -24,7 +24,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # of x [T, K] and W [N, K]
 
 
 @torch.inference_mode()
-def select_products(layers: Iterable[Linear], clock: Clock = cuda_seconds) -> None:
+def select_products(layers: Iterable[Linear], selector: KernelSelector) -> None:
     """Set ``Linear.small_batch_products`` of matrices on a GPU, in 16 bits. Logs one line for each shape and class."""
     by_shape: dict[torch.Size, list[Linear]] = {}
     for layer in layers:
@@ -32,12 +32,12 @@ def select_products(layers: Iterable[Linear], clock: Clock = cuda_seconds) -> No
             by_shape.setdefault(layer.weight.shape, []).append(layer)
     for alike in by_shape.values():
         weights = [layer.weight for layer in alike[: OUT_OF_CACHE // alike[0].weight.nbytes + 2]]
-        chosen = tuple((num_tokens, *_select(weights, num_tokens, clock)) for num_tokens in CLASSES)
+        chosen = tuple((num_tokens, *_select(weights, num_tokens, selector)) for num_tokens in CLASSES)
         for layer in alike:
             layer.small_batch_products = chosen
 
 
-def _select(weights: list[Tensor], num_tokens: int, clock: Clock) -> tuple[str, Product]:
+def _select(weights: list[Tensor], num_tokens: int, selector: KernelSelector) -> tuple[str, Product]:
     """Return the name of the fastest kernel, and the kernel."""
     kernels = {"the library": F.linear, **_candidates(num_tokens)}
     x_TK = torch.randn(num_tokens, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
@@ -50,8 +50,9 @@ def _select(weights: list[Tensor], num_tokens: int, clock: Clock) -> tuple[str, 
 
     shape = " x ".join(map(str, weights[0].shape))
     job = f"{len(weights)} products of {num_tokens} token(s) and {shape}"
-    names = {name: name for name in kernels}
-    name = select_fastest(job, names, prepare, prepare_timed, F.linear(x_TK, weights[0]), clock, MIN_GAIN) or "the library"
+    names, expected_TN = {name: name for name in kernels}, F.linear(x_TK, weights[0])
+    shapes = f"{shape} in {x_TK.dtype}"
+    name = selector.fastest(job, shapes, names, prepare, lambda: prepare_timed, expected_TN, MIN_GAIN) or "the library"
     return name, kernels[name]
 
 

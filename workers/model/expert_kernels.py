@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Clock, Compute, cuda_seconds, select_fastest
+from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
 from tramontane.workers.kernels.quantized_linear import dequantized_linear
 from tramontane.workers.model.grouped_gemm import (
@@ -28,7 +28,9 @@ NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 
-def with_gpu_kernels(stacks: Mapping[int, StackedExperts], dtype: torch.dtype) -> dict[int, StackedExperts]:
+def with_gpu_kernels(
+    stacks: Mapping[int, StackedExperts], dtype: torch.dtype, selector: KernelSelector
+) -> dict[int, StackedExperts]:
     """Return the stacks with the kernels for small batches, and grouped products by their speed, as they work on the first.
 
     ``dtype``: of the rows. Compiles and times kernels, and synchronizes with the device. Nothing changes on CPUs. Quantized
@@ -37,8 +39,8 @@ def with_gpu_kernels(stacks: Mapping[int, StackedExperts], dtype: torch.dtype) -
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
         return {layer: stack for layer, stack in stacks.items() if not stack.is_quantized}
-    w13_product = choose_product("w13", first.w13_E2FD, dtype, first.w13_scale_E2F)
-    w2_product = choose_product("w2", first.w2_EDF, dtype, first.w2_scale_ED)
+    w13_product = choose_product("w13", first.w13_E2FD, dtype, first.w13_scale_E2F, selector)
+    w2_product = choose_product("w2", first.w2_EDF, dtype, first.w2_scale_ED, selector)
     if w13_product is None or w2_product is None:
         return {}
     has_small_batch_kernel = small_batch_kernel_works(first._replace(w13_product=w13_product, w2_product=w2_product), dtype)
@@ -104,7 +106,7 @@ def candidates(is_quantized: bool = False) -> dict[str, GroupedProduct]:
 
 @torch.inference_mode()
 def choose_product(
-    job: str, weight_ENK: Tensor, dtype: torch.dtype, scale_EN: Tensor | None = None, clock: Clock = cuda_seconds
+    job: str, weight_ENK: Tensor, dtype: torch.dtype, scale_EN: Tensor | None, selector: KernelSelector
 ) -> GroupedProduct | None:
     """Return torch's grouped product, or the fastest by the number of rows; log one line for each class of these numbers.
 
@@ -118,7 +120,7 @@ def choose_product(
         return torch_grouped_linear if scale_EN is None else None
     found = {}
     for num_rows in (*ROW_CLASSES.values(), *((NUM_MANY_ROWS,) if scale_EN is not None else ())):
-        name = _fastest_product(job, products, weight_ENK, dtype, scale_EN, num_rows, clock)
+        name = _fastest_product(job, products, weight_ENK, dtype, scale_EN, num_rows, selector)
         if name is None and scale_EN is not None:
             return None
         found[num_rows] = name or "torch"
@@ -135,7 +137,7 @@ def _fastest_product(
     dtype: torch.dtype,
     scale_EN: Tensor | None,
     num_rows: int,
-    clock: Clock,
+    selector: KernelSelector,
 ) -> str | None:
     """Return the name of the fastest product for so many rows, or None if none of them is right."""
     rows_CK = torch.randn(num_rows, weight_ENK.shape[2], dtype=dtype, device=weight_ENK.device)
@@ -147,7 +149,8 @@ def _fastest_product(
     reference = torch_grouped_linear if scale_EN is None else dequantized_grouped_linear
     expected_CN = reference(rows_CK, weight_ENK, ends_E, scale_EN)
     what, names = f"{job} of experts for {num_rows} rows", {name: name for name in products}
-    return select_fastest(what, names, prepare, prepare, expected_CN, clock, ADVANTAGE)
+    shapes = f"{' x '.join(map(str, weight_ENK.shape))} in {weight_ENK.dtype}, rows in {dtype}"
+    return selector.fastest(what, shapes, names, prepare, lambda: prepare, expected_CN, ADVANTAGE)
 
 
 def dequantized_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
+from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
@@ -121,15 +122,18 @@ class LocalExperts(ExpertSet):
         super().__init__(args, (ExpertId(layer, expert) for layer in own for expert in range(num_experts)))
         self._stacks: dict[int, StackedExperts] = {}
 
-    def finalize_weights(self, dtype: torch.dtype, products: RowProducts | None = None) -> None:
+    def finalize_weights(
+        self, dtype: torch.dtype, products: RowProducts | None = None, selector: KernelSelector = WITHOUT_MEMORY
+    ) -> None:
         """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory.
 
-        These are ``products``, or else what is right and the fastest on the device for hidden states of this dtype.
+        These are ``products``, or else what ``selector`` finds to be the fastest for hidden states
+        of this dtype.
         """
         stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
         found = {layer: stack for layer, stack in stacks.items() if stack is not None}
         if products is None:
-            self._stacks = with_gpu_kernels(found, dtype)
+            self._stacks = with_gpu_kernels(found, dtype, selector)
         else:
             product = products.grouped
             self._stacks = {layer: stack._replace(w13_product=product, w2_product=product) for layer, stack in found.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.kernels.fused_ops import FusedOps
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
@@ -53,19 +54,23 @@ class StageModel(nn.Module):
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
         self.register_buffer("rotary_alpha", torch.empty(args.rotary_dim // 2) if args.sparse else None)
 
-    def finalize_weights(self, device: torch.device, products: RowProducts | None = None) -> None:
-        """Prepare for the first step on this device, after the weights are in place. ``products`` replace those of layers."""
+    def finalize_weights(
+        self, device: torch.device, products: RowProducts | None = None, selector: KernelSelector = WITHOUT_MEMORY
+    ) -> None:
+        """Prepare for the first step on this device, after the weights are in place.
+
+        ``products`` replace those of layers. Without them ``selector`` chooses on a GPU.
+        """
         self._expert_tokens.to_device(device)
         set_row_products(self, products)
         for layer in self.global_layers:
             if isinstance(attention := self.block(layer).attention, LatentAttention):
                 attention.finalize_weights(self.block(layer).attention_norm.weight.dtype, products)
         if self.experts is not None:
-            self.experts.finalize_weights(self.block(self.global_layers.start).attention_norm.weight.dtype, products)
+            self.experts.finalize_weights(self.block(self.global_layers.start).attention_norm.weight.dtype, products, selector)
         if products is None and device.type == "cuda":
-            select_products(
-                module for name, module in self.named_modules() if isinstance(module, Linear) and not name.startswith("experts.")
-            )
+            modules = [module for name, module in self.named_modules() if not name.startswith("experts.")]
+            select_products((module for module in modules if isinstance(module, Linear)), selector)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of token ids. For the first stage."""

@@ -12,6 +12,7 @@ from tramontane.workers.attention.autotune import select_kernels, try_kernels
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
+from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.device.self_test import try_or_reason
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
 from tramontane.workers.kernels.packed_linear import PackedMatmul
@@ -26,7 +27,8 @@ class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
     ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
-    ``row_products`` replace those of linear layers and experts. ``has_exact_sums``: see ``sample``.
+    ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses,
+    on a GPU. ``has_exact_sums``: see ``sample``.
     """
 
     kernels: AttentionKernels
@@ -35,6 +37,7 @@ class DeviceBackend:
     make_event: RecordEvent | None = None
     row_products: RowProducts | None = None
     has_exact_sums: bool = False
+    selector: KernelSelector = WITHOUT_MEMORY
 
     @property
     def pads_decodes(self) -> bool:
@@ -64,18 +67,20 @@ def compile_native_kernels(plan: StagePlan) -> None:
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
-    """Choose the backend of a stage on this device. This compiles kernels, and times them.
+    """Choose the backend of a stage on this device.
 
-    Raises ConfigError if the plan requires batch invariance on a GPU that has no kernels for it.
+    This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
+    if the plan requires batch invariance on a GPU that has no kernels for it.
     """
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
-        return DeviceBackend(select_kernels(plan, device), native_ops(plan.args, dtype))
+        return DeviceBackend(select_kernels(plan, device, KernelSelector.of_device(device)), native_ops(plan.args, dtype))
     with torch.cuda.device(device):  # events and graphs belong to the current one
         if plan.batch_invariant:
             return row_wise_backend(plan, device, CudaGraphCapture(), DeviceEvent)
-        kernels = select_kernels(plan, device)
-        return DeviceBackend(kernels, compile_ops(plan.args, device, dtype), CudaGraphCapture(), DeviceEvent)
+        selector = KernelSelector.of_device(device)
+        kernels, ops = select_kernels(plan, device, selector), compile_ops(plan.args, device, dtype)
+        return DeviceBackend(kernels, ops, CudaGraphCapture(), DeviceEvent, selector=selector)
 
 
 def row_wise_backend(

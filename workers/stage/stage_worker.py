@@ -73,7 +73,7 @@ class StageWorker:
         self.model = model
         on_activity("choosing kernels")
         self.backend = backend or backend_for(plan, self.device)
-        model.finalize_weights(self.device, self.backend.row_products)
+        model.finalize_weights(self.device, self.backend.row_products, self.backend.selector)
         if self.device.type == "cuda":  # elsewhere they take memory as they fill
             on_activity("allocating caches")
         self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)

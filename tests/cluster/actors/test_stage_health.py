@@ -1,5 +1,6 @@
 """What actors say of themselves, by which hung ones are found, and the threads with which they load."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,12 @@ import torch
 
 from tramontane.cluster.actors import worker_actor
 from tramontane.cluster.actors.draft_actor import DraftActor
+from tramontane.cluster.actors.sent_states import SentStates
 from tramontane.cluster.actors.stage_actor import StageActor
 from tramontane.cluster.actors.step_guard import FailureGuard
+from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
+from tramontane.proto.step import NO_TOKEN, MicroBatch, StepResult
 from tramontane.workers.stage.stage_worker import StageWorker
 
 COMMON = {"label": "", "_worker": None, "_activity": "", "_bytes_read": 0, "_bytes_loaded": 0, "_weight_bytes": 0}
@@ -45,6 +49,38 @@ def test_a_stage_loads_with_the_threads_that_its_steps_have(monkeypatch: pytest.
     assert seen == [3]
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool) -> None:
+    """Steps of nothing but prompts, and rows without a token, are none."""
+    stage, outcomes = StageActor.__new__(StageActor), list[StepResult]()
+    worker = SimpleNamespace(
+        epoch=7, device_name="", numerics=None, request_ids_of=lambda _: [], check_epoch=lambda _: None, dtype=torch.float32
+    )
+    takes = SimpleNamespace(step=lambda *_: outcomes.pop(), busy_for_s=0.0)
+    plan = SimpleNamespace(is_last=True)
+    stage.__dict__ |= COMMON | {
+        **{"_worker": worker, "_executor": takes, "_link": takes, "_plan": plan, "_failure_guard": FailureGuard("", "cpu")},
+        **{"_holder": "", "_sent": SentStates(0), "_sampled_epoch": -1, "_loading": threading.Thread()},
+    }
+    stage._expert_load = lambda: {}  # type: ignore[method-assign]
+    loading = threading.Thread(target=lambda: None)
+    loading.start()
+    stage._loading = loading
+
+    def sampled_epoch(epoch: int, *token_ids: int) -> int:
+        outcomes.append(StepResult(epoch, 0, token_ids, ()))
+        batch = wire.encode_batch(MicroBatch(epoch, 0, ()))
+        assert wire.decode_result(stage.linked_step(batch) if is_linked else stage.step(batch, None)).token_ids == token_ids
+        return stage.health().sampled_epoch
+
+    assert stage.health().sampled_epoch == -1
+    assert sampled_epoch(7) == -1
+    assert sampled_epoch(7, NO_TOKEN) == -1
+    assert sampled_epoch(7, NO_TOKEN, 5) == 7
+    assert sampled_epoch(9) == 7
+    assert sampled_epoch(9, 5) == 9
+
+
 FROZEN = """
 import gc
 from tramontane.cluster.actors.worker_actor import import_torch
@@ -62,6 +98,25 @@ assert gc.get_freeze_count() == 0, "it was imported before"
 def test_no_collection_looks_at_the_objects_of_torch() -> None:
     done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+COMPILES = """
+from tramontane.cluster.actors.worker_actor import import_torch
+
+import_torch()
+from torch._inductor import config
+print(config.compile_threads)
+"""
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, "1"), ("3", "3")])
+def test_torchs_compiler_starts_no_pool_of_processes_unless_the_user_wants_it(setting: str | None, expected: str) -> None:
+    """As torch itself understands it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    if setting is not None:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = setting
+    done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -30,6 +30,7 @@ from tramontane.cluster.serving.served_model import load_served_model
 from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS
+from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.weights.config_writer import to_hf_config
 
 ARGS = tiny_args(n_layers=4)
@@ -236,7 +237,7 @@ def test_workers_that_are_not_placed_are_not_shown(fake_ray: "_FakeRay", monkeyp
         assert shown == []
         fake_ray.start("a-0-stage-1")
         poll()
-        fake_ray.answers[0] = replace(_stage(1, 12, loaded=7), activity="choosing kernels")
+        fake_ray.answers[0] = replace(_stage(1, 12), bytes_loaded=7, activity="choosing kernels")
         poll()
     assert [(stages[1].num_bytes, stages[1].activity) for stages in shown] == [(0, ""), (7, "choosing kernels")]
 
@@ -291,8 +292,17 @@ class _Observed:
 BOTH = ("stage-0", "stage-1")
 
 
-def _stage(number: int, pid: int, epoch: int = 7, loaded: int = 10) -> StageHealth:
-    return StageHealth(f"stage {number + 1}/2", pid, "0123abcd456789", 0, loaded, 10, 0.0, epoch, "router", {}, {})
+def _stage(number: int, pid: int, epoch: int = 7, sampled_epoch: int = 7, is_loaded: bool = True) -> StageHealth:
+    return StageHealth(
+        *(f"stage {number + 1}/2", pid, "0123abcd456789", 0, 10, 10, 0.0, epoch, "router", {}, {}),
+        sampled_epoch=sampled_epoch,
+        numerics=Numerics() if is_loaded else None,
+    )
+
+
+def _new(number: int, pid: int, is_loaded: bool = True) -> StageHealth:
+    """A stage that has its weights and is not fenced yet, in a new process."""
+    return _stage(number, pid, epoch=-1, sampled_epoch=-1, is_loaded=is_loaded)
 
 
 RESTARTING = ActorUnavailableError("The actor is temporarily unavailable: IOError: The actor is restarting.", b"a" * 16)
@@ -315,36 +325,109 @@ def test_the_cause_of_a_loss_is_a_short_sentence_and_rays_text_is_for_debugging(
     assert (level, text) == (logging.DEBUG, f"a-0-stage-1 was lost: {error}")
 
 
-def test_a_lost_stage_is_reported_once_and_again_when_its_pipeline_runs() -> None:
+def test_a_lost_stage_is_reported_once_and_again_with_the_first_token() -> None:
+    """Not when it has a process with all of its weights, which chooses kernels and records graphs then."""
     observed, death = _Observed(), RESTARTING
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=death) == [
         "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended"
     ]
     assert observed.after(1, *BOTH, stage_1=death) == []
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 13, -1, 9)) == [], "it loads"
-    assert observed.after(1.25, *BOTH, stage_1=_stage(1, 13, epoch=-1)) == ["pipeline a-0 runs again, 3.2 s after the loss"]
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 13)) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_new(1, 13, is_loaded=False)) == [], "it loads"
+    assert observed.after(1.25, *BOTH, stage_1=_new(1, 13)) == [
+        "pipeline a-0 has new processes for all that it lost, 3.2 s after the loss"
+    ]
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_new(1, 13)) == []
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11, 8), stage_1=_stage(1, 13, 8, -1)) == [], "it is fenced"
+    assert observed.after(9.5, *BOTH, stage_1=_stage(1, 13, 8, 8)) == [
+        "pipeline a-0 runs again: replaced after 3.2 s, first token after 14.8 s"
+    ]
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11, 8), stage_1=_stage(1, 13, 8, 8)) == []
+
+
+def test_what_is_back_between_two_polls_is_reported_in_one_line() -> None:
+    observed = _Observed()
+    observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12))
+    lost, again = observed.after(1, *BOTH, stage_0=_stage(0, 11, 8), stage_1=_stage(1, 13, 8, 8))
+    assert lost.startswith("pipeline a-0 has lost stage 2/2")
+    assert again == "pipeline a-0 runs again: replaced after 0.0 s, first token after 0.0 s"
+    both = observed.after(1, *BOTH, stage_1=_stage(1, 14, 9, 9), stage_0=_stage(0, 15, 9))
+    assert both[2:] == ["pipeline a-0 runs again: replaced after 0.0 s, first token after 0.0 s"]
+
+
+def test_tokens_that_a_stage_had_sampled_before_the_loss_do_not_count() -> None:
+    """Here of the last stage, whose process stays: the epoch tells."""
+    observed, last = _Observed(), _stage(1, 12)
+    observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=last)
+    assert len(observed.after(1, *BOTH, stage_0=DEAD, stage_1=last)) == 1
+    assert observed.after(1, *BOTH, stage_0=_new(0, 14), stage_1=last) == [
+        "pipeline a-0 has new processes for all that it lost, 1.0 s after the loss"
+    ]
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 14, 8, -1), stage_1=_stage(1, 12, 8)) == [], "fenced, no token yet"
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 12, 8, 8)) == [
+        "pipeline a-0 runs again: replaced after 1.0 s, first token after 3.0 s"
+    ]
+
+
+def test_a_second_loss_before_all_are_replaced_belongs_to_the_first() -> None:
+    """One that comes later is another one, however long ago the last token was: the pipeline may have been idle."""
+    observed = _Observed()
+    observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12))
+    observed.after(1, *BOTH, stage_0=DEAD)
+    (lost,) = observed.after(1, *BOTH, stage_1=DEAD)
+    assert "process 12" in lost
+    assert observed.after(1, *BOTH, stage_0=_new(0, 14)) == []
+    assert observed.after(1, *BOTH, stage_1=_new(1, 15)) == [
+        "pipeline a-0 has new processes for all that it lost, 3.0 s after the loss"
+    ]
+    (lost,) = observed.after(500, *BOTH, stage_0=_new(0, 16, is_loaded=False))
+    assert "process 14" in lost
+    observed.after(1, *BOTH, stage_0=_new(0, 16))
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 15, 8, 8)) == [
+        "pipeline a-0 runs again: replaced after 1.0 s, first token after 2.0 s"
+    ]
+
+
+def test_processes_that_could_not_be_reached_for_a_while_are_not_new() -> None:
+    """They go on in the same epoch."""
+    observed = _Observed()
+    observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12))
+    assert len(observed.after(1, *BOTH, stage_1=UNREACHABLE)) == 1
+    assert observed.after(2, *BOTH, stage_1=_stage(1, 12)) == [
+        "all processes of pipeline a-0 can be reached again, 2.0 s after the loss"
+    ]
+    assert observed.after(1, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
 
 
 def test_a_new_process_is_a_loss_too_and_a_pipeline_runs_again_with_its_last_stage() -> None:
     observed = _Observed()
     assert observed.after(0, *BOTH, stage_0=_stage(0, 11), stage_1=_stage(1, 12)) == []
-    assert observed.after(1, *BOTH, stage_0=RayError("gone"), stage_1=_stage(1, 13, -1, 9)) == [
+    assert observed.after(1, *BOTH, stage_0=RayError("gone"), stage_1=_new(1, 13, is_loaded=False)) == [
         "pipeline a-0 has lost stage 1/2, which gets a new process: process 11 on node 0123abcd cannot be reached",
         "pipeline a-0 has lost stage 2/2, which gets a new process: process 12 on node 0123abcd has ended",
     ]
-    assert observed.after(1, *BOTH, stage_1=_stage(1, 13)) == []
-    assert observed.after(1, *BOTH, stage_0=_stage(0, 14)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
+    assert observed.after(1, *BOTH, stage_1=_new(1, 13)) == []
+    assert observed.after(1, *BOTH, stage_0=_new(0, 14)) == [
+        "pipeline a-0 has new processes for all that it lost, 2.0 s after the loss"
+    ]
+    assert observed.after(1, *BOTH, stage_1=_stage(1, 13, 0, 0)) == [
+        "pipeline a-0 runs again: replaced after 2.0 s, first token after 3.0 s"
+    ], "the first epoch of another router"
 
 
-def test_an_expert_actor_is_at_work_once_it_is_loaded() -> None:
+def test_an_expert_actor_is_replaced_once_it_is_loaded() -> None:
     observed, names = _Observed(), (*BOTH, "experts-0")
-    expert = WorkerHealth("expert actor 1/1", 15, "node", 0, 10, 10, 0.0)
-    assert observed.after(0, *names, experts_0=expert) == []
-    assert len(observed.after(1, *names, experts_0=RayError("gone"))) == 1
-    assert observed.after(1, *names, experts_0=replace(expert, pid=16, bytes_loaded=9)) == []
-    assert observed.after(1, *names, experts_0=replace(expert, pid=16)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
+    expert = WorkerHealth("expert actor 1/1", 15, "node", 0, 10, 10, 0.0, numerics=Numerics())
+    last = _stage(1, 12)
+    assert observed.after(0, *names, stage_1=last, experts_0=expert) == []
+    assert len(observed.after(1, *names, stage_1=last, experts_0=RayError("gone"))) == 1
+    assert observed.after(1, *names, experts_0=replace(expert, pid=16, numerics=None)) == []
+    assert observed.after(1, *names, stage_1=last, experts_0=replace(expert, pid=16)) == [
+        "pipeline a-0 has new processes for all that it lost, 2.0 s after the loss"
+    ]
+    assert observed.after(1, *names, stage_1=_stage(1, 12, 8, 8)) == [
+        "pipeline a-0 runs again: replaced after 2.0 s, first token after 3.0 s"
+    ]
 
 
 def test_workers_that_are_removed_with_their_pipeline_are_not_reported() -> None:
@@ -355,14 +438,6 @@ def test_workers_that_are_removed_with_their_pipeline_are_not_reported() -> None
     assert observed.after(1, *BOTH, stage_1=RayError("gone")) != []
     assert observed.after(1) == []
     assert observed.after(1, *BOTH, stage_0=_stage(0, 21), stage_1=_stage(1, 22)) == [], "the next one of this name is new"
-
-
-def test_a_fenced_stage_is_at_work_while_it_loads() -> None:
-    observed = _Observed()
-    assert observed.after(0, *BOTH, stage_1=_stage(1, 12)) == []
-    assert len(observed.after(1, *BOTH, stage_1=RayError("gone"))) == 1
-    assert observed.after(1, *BOTH, stage_1=_stage(1, 13, epoch=-1, loaded=9)) == []
-    assert observed.after(1, *BOTH, stage_1=_stage(1, 13, epoch=0, loaded=9)) == ["pipeline a-0 runs again, 2.0 s after the loss"]
 
 
 def test_losses_of_a_removed_pipeline_are_forgotten_though_another_name_begins_like_its_own() -> None:

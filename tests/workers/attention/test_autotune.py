@@ -1,8 +1,11 @@
 """Kernels are tried before they are used: the fastest of those that are right, and PyTorch's where there is none."""
 
 import dataclasses
+import functools
+import itertools
 import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +35,15 @@ from tramontane.workers.attention.sdpa_backend import (
     PagedDecode,
     SdpaPrefill,
 )
-from tramontane.workers.device.kernel_selection import Compute, select_fastest
+from tramontane.workers.device.kernel_choices import KernelChoices
+from tramontane.workers.device.kernel_selection import Compute, KernelSelector
 from tramontane.workers.kernels.fused_ops import EAGER
 
 CPU = torch.device("cpu")
 RIGHT = torch.arange(1.0, 5.0)
 
 
-def _at_once(_compute: Compute) -> float:
-    return 1.0
+AT_ONCE = KernelSelector(lambda _compute: 1.0)
 
 
 def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], caplog: pytest.LogCaptureFixture) -> str | None:
@@ -61,7 +64,7 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         return seconds[last[0]]
 
     with caplog.at_level(logging.INFO, logger="tramontane.workers.device.kernel_selection"):
-        return select_fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
+        return KernelSelector(clock).fastest("decode", "", {name: name for name in computed}, prepare, lambda: prepare, RIGHT)
 
 
 def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,12 +126,13 @@ def test_a_trial_distinguishes_a_wrong_mask_from_a_right_one(windows: tuple[int 
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
     trials, right = correctness_cases(plan, CPU, NUM_CORRECTNESS_TOKENS), SdpaPrefill()
-    assert _choose_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
-    assert _choose_prefill(trials, trials, wrong, _at_once) not in wrong.values()
+    given = AT_ONCE, plan, trials, lambda: trials
+    assert _choose_prefill(*given, {**wrong, "right": right}) is right
+    assert _choose_prefill(*given, wrong) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
     gathered = GatheredDecode()
-    assert _choose_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
-    assert type(_choose_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
+    assert _choose_decode(*given, {**wrong_decodes, "right": gathered, "also": PagedDecode()}) is gathered
+    assert type(_choose_decode(*given, wrong_decodes)) is PagedDecode
 
 
 @pytest.mark.parametrize("window", [None, 4096])
@@ -144,13 +148,32 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
         seen.append(compute())
         return 1.0
 
-    _choose_decode(trials, timed, {"right": PagedDecode()}, clock)
+    _choose_decode(KernelSelector(clock), plan, trials, lambda: timed, {"right": PagedDecode(), "also": GatheredDecode()})
     torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
     index = timed[0].decode_index
     assert index.ring.window == window
     filled = [(start // page_size + 1) / index.num_pages for start in index.positions.tolist()]
     assert min(filled) > 2 / 3
     assert max(filled) < 0.85
+
+
+def test_the_kernels_of_a_gpu_are_the_same_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For prompts, and for each number of single tokens; the cases for timing are not even made."""
+    plan, choices = tiny_plan(tiny_args(n_layers=1), 1).stages[0], KernelChoices("a GPU", tmp_path)
+    candidates = {"padded": SdpaPrefill(), "other": SdpaPrefill()}, {"paged": PagedDecode(), "gathered": GatheredDecode()}
+    monkeypatch.setattr(autotune, "_gpu_candidates", lambda _plan: (candidates[0], lambda _num_tokens: candidates[1]))
+    for cases in ("correctness_cases", "timing_cases"):
+        on_cpu = functools.partial(vars(autotune)[cases], plan, CPU)
+        monkeypatch.setattr(autotune, cases, lambda _plan, _device, num_tokens, on_cpu=on_cpu: on_cpu(num_tokens))
+    times = itertools.count(9, -1)  # each is faster than the one before
+    gpu = torch.device("cuda")
+    first = autotune.select_kernels(plan, gpu, KernelSelector(lambda _compute: float(next(times)), choices))
+    assert first.prefill is candidates[0]["other"]
+    assert isinstance(first.decode, BatchSizeDispatch)
+    assert first.decode.kernels == (candidates[1]["gathered"],) * len(TIMED_TOKENS)
+    monkeypatch.setattr(autotune, "timing_cases", lambda *_: pytest.fail("nothing is timed"))
+    again = autotune.select_kernels(plan, gpu, KernelSelector(lambda _compute: pytest.fail("nothing is timed"), choices))
+    assert (again.prefill, again.decode.kernels) == (first.prefill, first.decode.kernels)  # type: ignore[attr-defined]
 
 
 def test_cases_for_cpus_are_small_and_have_several_tiles() -> None:

@@ -1,5 +1,7 @@
 """Products of small batches: the kernel for up to four tokens, by the interpreter and compiled, and which one is chosen."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from compiled_kernels import resource_usage
@@ -7,7 +9,8 @@ from gemv_checks import CHECKS
 from interpreted_checks import run_interpreted
 from torch.nn import functional as F
 
-from tramontane.workers.device.kernel_selection import Compute
+from tramontane.workers.device.kernel_choices import KernelChoices
+from tramontane.workers.device.kernel_selection import Compute, KernelSelector
 from tramontane.workers.kernels import triton_gemv, triton_linear
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.product_selection import select_products
@@ -90,7 +93,7 @@ class Kernels:
 def test_a_kernel_is_used_where_it_is_faster(fast: str, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number of tokens; "" is the library's."""
     kernels, layers = Kernels(monkeypatch, fast), _layers(torch.bfloat16)
-    select_products(layers, kernels.clock)
+    select_products(layers, KernelSelector(kernels.clock))
     for layer in layers:
         for num_tokens, name in expected.items():
             kernels.used.clear()
@@ -105,11 +108,35 @@ def test_a_kernel_is_used_where_it_is_faster(fast: str, expected: dict[int, str]
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = _layers(torch.bfloat16)
-    select_products(layers, Kernels(monkeypatch, "", factor=1.1).clock)
+    select_products(layers, KernelSelector(Kernels(monkeypatch, "", factor=1.1).clock))
     assert all(name == "the library" for layer in layers for _, name, _ in layer.small_batch_products)
+
+
+def test_the_products_are_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Though another kernel is the fastest then. Matrices of another data type are asked for by themselves."""
+    choices = KernelChoices("a GPU", tmp_path)
+
+    def chosen(fast: str, dtype: torch.dtype) -> tuple[list[tuple[int, str]], int]:
+        kernels, layers, timed = Kernels(monkeypatch, fast), _layers(dtype), list[float]()
+
+        def clock(compute: Compute) -> float:
+            timed.append(kernels.clock(compute))
+            return timed[-1]
+
+        select_products(layers, KernelSelector(clock, choices))
+        names = {tuple((most, name) for most, name, _ in layer.small_batch_products) for layer in layers}
+        return [*names.pop()], len(timed)
+
+    first, num_timed = chosen("gemv 16", torch.bfloat16)
+    assert num_timed == 2 * (2 * (1 + len(BLOCKS)) + sum(1 + len(SMALL_BATCH_TILES[number]) for number in (16, 64)))
+    assert [name.split("x")[0] for _, name in first] == ["gemv 16", "gemv 16", "the library", "the library"]
+    assert chosen("tiles", torch.bfloat16) == (first, 0)
+    other, num_timed = chosen("tiles", torch.float16)
+    assert num_timed > 0
+    assert other != first
 
 
 def test_matrices_in_float32_keep_the_library() -> None:
     layers = _layers(torch.float32)
-    select_products(layers, lambda _: pytest.fail("nothing is timed"))
+    select_products(layers, KernelSelector(lambda _: pytest.fail("nothing is timed")))
     assert not any(layer.small_batch_products for layer in layers)

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tiny_models import experts_together, random_model, tiny_args
 from torch import Tensor
 
 from tramontane.proto.model_args import GateScores, MoeArgs
-from tramontane.workers.device.kernel_selection import Compute
+from tramontane.workers.device.kernel_choices import KernelChoices
+from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, Compute, KernelSelector
 from tramontane.workers.model import expert_kernels
 from tramontane.workers.model.expert_kernels import choose_product, small_batch_kernel_works, uneven_ends, with_gpu_kernels
 from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, torch_grouped_linear
@@ -58,8 +60,8 @@ def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch)
     for name in ("small_batch_kernel_works", "choose_product"):
         monkeypatch.setattr(expert_kernels, name, lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
-    assert with_gpu_kernels(stacks, torch.float32) == stacks
-    assert with_gpu_kernels({}, torch.float32) == {}
+    assert with_gpu_kernels(stacks, torch.float32, WITHOUT_MEMORY) == stacks
+    assert with_gpu_kernels({}, torch.float32, WITHOUT_MEMORY) == {}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_what_does_not_work_is_said_and_not_used(
     _as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(StackedExperts, "mix_few", few_rows)
     with caplog.at_level(logging.WARNING):
-        stacks = with_gpu_kernels({0: _stack(), 1: _stack()}, torch.float32)
+        stacks = with_gpu_kernels({0: _stack(), 1: _stack()}, torch.float32, WITHOUT_MEMORY)
     assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
@@ -153,9 +155,8 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
         256: {"torch": 3e-6, "low": 2.9e-6, "high": 2.95e-6},
     }
     with caplog.at_level(logging.INFO):
-        chosen = choose_product(
-            "w2", torch.randn(4, 24, 16), torch.float32, clock=lambda compute: seconds[len(compute())][last[0]]
-        )
+        selector = KernelSelector(lambda compute: seconds[len(compute())][last[0]])
+        chosen = choose_product("w2", torch.randn(4, 24, 16), torch.float32, None, selector)
     assert isinstance(chosen, ProductBySize)
     assert chosen.name == "low to 64 rows, high to 128 rows, torch to 512 rows"
     assert caplog.messages == [
@@ -171,14 +172,54 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
         assert last == [name]
 
 
+def test_the_products_are_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the clock says then; experts of other sizes and data types are asked for by themselves."""
+    products = {name: partial(torch_grouped_linear) for name in ("torch", "low", "high")}
+    monkeypatch.setattr(expert_kernels, "candidates", lambda _: products)
+    choices, timed = KernelChoices("a GPU", tmp_path), list[int]()
+
+    def chosen(fastest: int, job: str, weight_ENK: Tensor, dtype: torch.dtype) -> tuple[str, int]:
+        timed.clear()
+
+        def clock(compute: Compute) -> float:
+            timed.append(len(compute()))
+            return 1e-6 if len(timed) % 3 == fastest else 2e-6
+
+        product = choose_product(job, weight_ENK, dtype, None, KernelSelector(clock, choices))
+        assert isinstance(product, ProductBySize)
+        return product.name, len(timed)
+
+    weight_ENK = torch.randn(4, 24, 16)
+    low, high = (f"{name} to 64 rows, {name} to 128 rows, {name} to 512 rows" for name in ("low", "high"))
+    assert chosen(2, "w2", weight_ENK, torch.float32) == (low, 9)
+    assert chosen(0, "w2", weight_ENK, torch.float32) == (low, 0)
+    others = ("w13", weight_ENK, torch.float32), ("w2", weight_ENK[:, :8], torch.float32), ("w2", weight_ENK[:2], torch.float32)
+    for other in (*others, ("w2", weight_ENK.bfloat16(), torch.bfloat16)):
+        assert chosen(0, *other) == (high, 9)
+
+
+def test_quantized_products_for_rows_of_another_data_type_are_asked_for_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    product = expert_kernels.dequantized_grouped_linear
+    monkeypatch.setattr(expert_kernels, "candidates", lambda _: {"one": product, "other": product})
+    choices, timed = KernelChoices("a GPU", tmp_path), list[torch.dtype]()
+    selector = KernelSelector(lambda compute: timed.append(compute().dtype) or 1.0, choices)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        choose_product("w2", torch.randint(-9, 9, (4, 24, 16)).char(), dtype, torch.rand(4, 24), selector)
+    num_timed = 2 * (len(expert_kernels.ROW_CLASSES) + 1)
+    assert timed == [torch.float32] * num_timed + [torch.bfloat16] * num_timed
+
+
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fails(_is_quantized: bool) -> None:
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(expert_kernels, "candidates", fails)
-    assert choose_product("w2", torch.randn(4, 24, 16), torch.float32) is torch_grouped_linear
+    w2_EDF, selector = torch.randn(4, 24, 16), WITHOUT_MEMORY
+    assert choose_product("w2", w2_EDF, torch.float32, None, selector) is torch_grouped_linear
     assert "No module named 'triton'" in caplog.text
-    assert choose_product("w2", torch.randint(-9, 9, (4, 24, 16)).char(), torch.float32, torch.rand(4, 24)) is None
+    assert choose_product("w2", w2_EDF.char(), torch.float32, torch.rand(4, 24), selector) is None
 
 
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -213,8 +254,7 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
         return seconds[last[0]](len(compute()))
 
     monkeypatch.setattr(expert_kernels, "candidates", lambda is_quantized: products if is_quantized else pytest.fail("plain"))
-    monkeypatch.setattr(choose_product.__wrapped__, "__defaults__", (None, clock))
-    stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32)[7]
+    stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32, KernelSelector(clock))[7]
     assert isinstance(stack.w2_product, ProductBySize)
     assert stack.w2_product.name == "few to 64 rows, few to 128 rows, few to 512 rows, many for more"
     assert stack.w2_product.large is products["many"]
@@ -225,8 +265,9 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
     )
     torch.testing.assert_close(stack.run(rows_CD, ends_E), expected.run(rows_CD, ends_E))
     del products["few"], products["many"]
-    assert with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32) == {}, "they run one by one"
+    stacks = {7: _quantized_stack(QUANTIZED[dtype])}
+    assert with_gpu_kernels(stacks, torch.float32, KernelSelector(clock)) == {}, "they run one by one"
 
 
 def test_quantized_experts_run_one_by_one_where_there_is_no_gpu() -> None:
-    assert with_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32) == {}
+    assert with_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32, WITHOUT_MEMORY) == {}

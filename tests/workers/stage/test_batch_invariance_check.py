@@ -14,8 +14,10 @@ from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention import autotune
+from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.native_backend import NativeDecode
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill, cpu_kernels
+from tramontane.workers.device.kernel_selection import KernelSelector
 from tramontane.workers.device.native_library import CompilerError
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels import row_invariance
@@ -225,13 +227,10 @@ def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 @pytest.mark.parametrize(("wanted", "is_pytorch"), [(True, False), (None, False), (False, True)])
-def test_speed_decides_between_attention_kernels_only_where_it_is_not_wanted(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, is_pytorch: bool
-) -> None:
+def test_speed_decides_between_attention_kernels_only_where_it_is_not_wanted(wanted: bool | None, is_pytorch: bool) -> None:
     """The clock lets PyTorch's win by far."""
     seconds = iter([1.0, 0.1])
-    monkeypatch.setattr(autotune, "cpu_seconds", lambda _compute: next(seconds))
-    kernels = autotune._select_for_cpu.__wrapped__(_plan(wanted))
+    kernels = select_kernels(_plan(wanted), torch.device("cpu"), KernelSelector(lambda _compute: next(seconds)))
     assert isinstance(kernels.prefill, SdpaPrefill) is is_pytorch
     assert isinstance(kernels.decode, type(cpu_kernels().decode)) is is_pytorch
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from meta_device import META, OtherMemory
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
@@ -106,7 +105,7 @@ class LaunchCounter(TorchDispatchMode):
         return compute
 
 
-def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], _dtype: torch.dtype) -> dict[int, StackedExperts]:
+def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], *_: object) -> dict[int, StackedExperts]:
     """Take the place of ``with_gpu_kernels``, which tries and times them."""
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 

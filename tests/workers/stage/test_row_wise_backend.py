@@ -19,6 +19,7 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
+from tramontane.workers.device.kernel_choices import KernelChoices
 from tramontane.workers.experts import expert_worker
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.kernels.fused_ops import EAGER
@@ -65,6 +66,7 @@ def test_only_what_is_required_to_be_invariant_is(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: None)
+    monkeypatch.setattr(KernelChoices, "of_device", lambda _: None)  # there is no GPU that could be named
     monkeypatch.setattr(device_backend, "select_kernels", lambda *_: fastest)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
     monkeypatch.setattr(device_backend, "row_wise_backend", lambda *_: row_wise)

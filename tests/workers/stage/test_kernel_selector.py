@@ -1,0 +1,61 @@
+"""One selector of a stage's backend chooses all of its kernels: it reaches attention, products and experts."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import experts_together, random_model, tiny_args, tiny_plan
+
+from tramontane.proto.model_args import MoeArgs
+from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.device.kernel_choices import KernelChoices
+from tramontane.workers.device.kernel_selection import KernelSelector, cpu_seconds, cuda_seconds
+from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.model import moe, transformer
+from tramontane.workers.model.moe import ExpertTokenCounter
+from tramontane.workers.stage import device_backend
+from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.stage_worker import StageWorker
+
+ARGS = replace(tiny_args(n_layers=1), moe=MoeArgs(4, 2))
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    choices, seen = KernelChoices("a GPU", tmp_path), list[tuple[str, object]]()
+    monkeypatch.setattr(KernelChoices, "of_device", lambda device: seen.append(("choices", device)) or choices)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: None)
+    monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
+    monkeypatch.setattr(device_backend, "select_kernels", lambda *given: seen.append(("by", given[2])) or cpu_kernels())
+    backend = backend_for(tiny_plan(ARGS).stages[0], GPU)
+    assert backend.selector == KernelSelector(cuda_seconds, choices)
+    assert seen == [("choices", "cuda"), ("by", backend.selector)]
+    backend_for(tiny_plan(ARGS).stages[0], CPU)
+    assert seen[2:] == [("choices", "cpu"), ("by", KernelSelector(cpu_seconds, choices))]
+
+
+def test_it_chooses_the_products_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[object]()
+    model = experts_together(random_model(ARGS))
+    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, _dtype, selector: seen.append(selector) or stacks)
+    StageWorker(tiny_plan(ARGS).stages[0], model, backend=DeviceBackend(cpu_kernels(), selector=mine))
+    assert seen == [mine]
+
+
+def test_it_chooses_all_other_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine, seen = KernelSelector(cpu_seconds, KernelChoices("a GPU", tmp_path)), list[tuple[list[Linear], object]]()
+    model = experts_together(random_model(ARGS))
+    monkeypatch.setattr(ExpertTokenCounter, "to_device", lambda *_: None)
+    monkeypatch.setattr(moe, "with_gpu_kernels", lambda stacks, *_: stacks)
+    monkeypatch.setattr(transformer, "select_products", lambda layers, selector: seen.append(([*layers], selector)))
+    model.finalize_weights(GPU, None, mine)
+    ((layers, selector),) = seen
+    assert selector is mine
+    assert model.output in layers
+    assert not {*layers} & {*model.experts.modules()}  # type: ignore[union-attr]

@@ -1,0 +1,143 @@
+"""Choices of kernels that a machine remembers, for stages that start again: they time none.
+
+A choice holds for a device, its libraries and the sources of our kernels (the platform), for a job
+with its shapes, and for these candidates. Each has a small file of its own, so that processes that
+write at the same time lose nothing. The files are in the folder of compiled kernels, which only this
+user can write to.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypedDict
+
+from tramontane.workers.device.native_library import CompilerError, kernel_folder, locked, platform_name
+from tramontane.workers.device.numerics import device_numerics
+from tramontane.workers.device.self_test import one_line
+
+SOURCES = Path(__file__).parents[1]  # of workers
+PACKAGES = ("attention", "device", "kernels", "model")  # with kernels, and with what chooses them
+SUFFIXES = {".py", ".c", ".h"}
+
+logger = logging.getLogger(__name__)
+
+
+class Question(TypedDict):
+    """What a choice depends on, as it is written to its file."""
+
+    platform: str
+    job: str
+    shapes: str
+    candidates: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    """The choices on one platform, kept in ``folder``."""
+
+    platform: str
+    folder: Path
+
+    @classmethod
+    def of_device(cls, device: str) -> Self | None:
+        """Return those of a device of this machine, or None and log why there is no folder."""
+        try:
+            return cls(platform_of(device), kernel_folder())
+        except OSError as error:
+            logger.warning("Choices of kernels cannot be kept, so each start times kernels again: %s", one_line(error))
+            return None
+
+    def of(self, job: str, shapes: str, candidates: Sequence[str]) -> "KeptChoice":
+        """Return the choice for a job, between kernels of these names."""
+        question = Question(platform=self.platform, job=job, shapes=shapes, candidates=[*candidates])
+        digest = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
+        return KeptChoice(question, self.folder / f"choice-{digest}.json")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChoice:
+    """The file of one choice: what was asked, and the name of the kernel that was chosen."""
+
+    question: Question
+    path: Path
+
+    def recall(self) -> str | None:
+        """Return the name that was chosen, or None if there is none yet.
+
+        A damaged file, as after a loss of power, is removed.
+        """
+        try:
+            content = self.path.read_bytes()
+        except OSError:
+            return None
+        with suppress(ValueError):  # it is no JSON, or no text
+            kept = json.loads(content)
+            chosen = next((name for name in self.question["candidates"] if kept == self._answered(name)), None)
+            if chosen is not None:
+                return chosen
+        logger.warning("the choice of a kernel in %s is damaged, and is made again", self.path)
+        self.forget()
+        return None
+
+    def keep(self, chosen: str) -> None:
+        """Remember what was chosen, in place of an earlier choice; log why that cannot be."""
+        try:
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+                made = Path(folder) / self.path.name
+                with made.open("w", encoding="utf-8") as file:
+                    json.dump(self._answered(chosen), file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())  # a loss of power leaves all of it, or nothing
+                made.replace(self.path)
+        except OSError as error:
+            logger.warning("the choice of a kernel cannot be kept in %s, so it is made at each start: %s", self.path, error)
+
+    def forget(self) -> None:
+        """Remove the file."""
+        with suppress(OSError):
+            self.path.unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let one process at a time make this choice: others wait, and recall it.
+
+        None waits where no file can be made.
+        """
+        with ExitStack() as stack:
+            with suppress(OSError):
+                stack.enter_context(locked(self.path.with_suffix(".lock")))
+            yield
+
+    def _answered(self, chosen: str) -> dict[str, object]:
+        return {**self.question, "chosen": chosen}
+
+
+def platform_of(device: str) -> str:
+    """Name what the speeds of kernels depend on besides their inputs.
+
+    Device, libraries and our sources; on CPUs threads, instructions and the compiler too.
+    """
+    parts = [device_numerics(device), f"sources {_sources_digest()}"]
+    if device.partition(":")[0] == "cpu":
+        import torch
+
+        parts.append(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+        with suppress(CompilerError):  # then there is nothing to choose from
+            parts.append(hashlib.sha256(platform_name().encode()).hexdigest()[:16])
+    return ", ".join(parts)
+
+
+def _sources_digest() -> str:
+    """Return a digest of the files of kernels and of what chooses, by their names and contents."""
+    digest = hashlib.sha256()
+    paths = [path for package in PACKAGES for path in (SOURCES / package).iterdir() if path.suffix in SUFFIXES]
+    for path in sorted(paths):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(SOURCES)} {len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
