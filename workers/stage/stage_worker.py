@@ -14,6 +14,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
+from tramontane.workers.device.compile_watch import report_compilations
 from tramontane.workers.device.numerics import Numerics
 from tramontane.workers.device.pinned_memory import to_device
 from tramontane.workers.device.probe import device_name
@@ -128,6 +129,8 @@ class StageWorker:
             worker.warm_up()
         is_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
         worker.numerics = stage_numerics(model, worker.backend, worker.device, worker.dtype, is_batch_invariant=is_invariant)
+        if worker.device.type == "cuda":
+            report_compilations(plan.label)
         return worker
 
     @property

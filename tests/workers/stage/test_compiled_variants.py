@@ -1,6 +1,10 @@
 """Nothing is compiled once a stage is ready, by what Triton's interpreter launches and what torch.compile is given."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +41,15 @@ def test_no_kernel_is_compiled_while_a_stage_serves(failures: dict[str, str], na
 
 def test_all_checks_are_looked_at(failures: dict[str, str]) -> None:
     assert tuple(failures) == NAMES
+
+
+def test_what_is_compiled_once_a_stage_is_ready_is_reported(tmp_path: Path) -> None:
+    """A real compilation for a GPU that is not there: of three launches the first is before, and the second finds its kernel."""
+    program = Path(__file__).parents[2] / "support" / "compiled_while_serving.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    name = "tramontane.workers.kernels.triton_norm._kernel"
+    assert done.stdout == f"WARNING Stage 1/2 compiled the kernel {name} after it was ready; a request has waited for it\n"
 
 
 def test_fused_operations_are_not_compiled_again_for_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ def test_a_stage_on_a_gpu_warms_up_when_it_is_loaded(
 ) -> None:
     """Unless its experts are on actors, which may not be there yet."""
     warmed: list[StageWorker] = []
+    watched: list[str] = []
+    monkeypatch.setattr(stage_worker, "report_compilations", watched.append)
     monkeypatch.setattr(StageWorker, "warm_up", lambda self: warmed.append(self))
     monkeypatch.setattr(stage_worker, "check_batch_invariance", lambda *_: False)
     monkeypatch.setattr(stage_worker, "stage_numerics", lambda *_, **__: None)
@@ -91,3 +93,4 @@ def test_a_stage_on_a_gpu_warms_up_when_it_is_loaded(
     monkeypatch.setattr(StageWorker, "prepare", lambda _: None)
     StageWorker.load(plan, RandomWeights(), "cpu")
     assert len(warmed) == warms_up
+    assert watched == ([plan.label] if device == "cuda" else [])
