@@ -140,8 +140,8 @@ def targets(report: dict[str, Any]) -> list[Target]:
 
 
 def _standard_error(ratios: list[float]) -> float:
-    """Return the standard error of the geometric mean of ratios that are near 1."""
-    return statistics.stdev(math.log(each) for each in ratios) / math.sqrt(len(ratios))
+    """Return the standard error of the geometric mean of ratios that are near 1; of one ratio there is none."""
+    return math.nan if len(ratios) < 2 else statistics.stdev(math.log(each) for each in ratios) / math.sqrt(len(ratios))
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -10,6 +10,9 @@ import inductor_kernels
 import torch
 from triton.runtime import driver
 
+from tramontane.workers.device.compile_watch import report_compilations
+from tramontane.workers.kernels.triton_norm import _kernel
+
 
 class Driver(inductor_kernels._Driver):
     def get_current_stream(self, _device: int) -> int:
@@ -17,9 +20,6 @@ class Driver(inductor_kernels._Driver):
 
 
 driver.set_active(Driver())
-
-from tramontane.workers.device.compile_watch import report_compilations
-from tramontane.workers.kernels.triton_norm import _kernel
 
 
 def compile_for(width: int) -> None:
