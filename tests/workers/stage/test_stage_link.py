@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from host_ipc import HostIpc
+from lazy_groups import LAZY
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
@@ -35,9 +36,9 @@ HOST = "127.0.0.1"
 class BetweenPlaces:
     """Edges as between GPUs, from one that listens to one that connects."""
 
-    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation) -> None:
+    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation, backend: str = "gloo") -> None:
         self._listening, self._connecting = (
-            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory("gloo")))
+            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend)))
             for place in (listening, connecting)
         )
 
@@ -54,8 +55,11 @@ EDGES: list[ChannelFactory] = [
     ProcessGroupChannelFactory("gloo"),
     BetweenPlaces(HERE, HERE),
     BetweenPlaces(HERE, THERE),
+    BetweenPlaces(HERE, THERE, LAZY),
 ]
-every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
+every_kind = pytest.mark.parametrize(
+    "edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs", "two GPUs, connected in the first call"]
+)
 
 
 def _workers(num_stages: int) -> list[StageWorker]:
