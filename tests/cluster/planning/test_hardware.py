@@ -1,0 +1,57 @@
+"""GPUs that are not seen are an error, and never a server on the CPUs."""
+
+import pytest
+import ray
+import torch
+
+from tramontane.cluster.planning import hardware
+from tramontane.cluster.planning.hardware import Gpu, Hardware, check_ray_gpus, probe_local
+from tramontane.proto.byte_size import GIB
+from tramontane.proto.errors import PlanError
+from tramontane.workers.device.probe import VisibleGpu
+
+SHOWN = [VisibleGpu("H100", 80 * GIB), VisibleGpu("L4", 24 * GIB)]
+
+
+def _driver_and_torch(monkeypatch: pytest.MonkeyPatch, in_driver: int, in_torch: int) -> None:
+    monkeypatch.setattr(hardware, "num_visible_gpus", lambda: in_driver)
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: SHOWN[:in_torch])
+
+
+def test_a_plan_is_for_the_gpus_that_torch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _driver_and_torch(monkeypatch, 2, 2)
+    assert probe_local().gpus == (Gpu("H100", 80 * GIB), Gpu("L4", 24 * GIB, index=1))
+    _driver_and_torch(monkeypatch, 0, 2)
+    assert probe_local().gpus == (), "PyTorch is not even asked"
+
+
+@pytest.mark.parametrize(("in_driver", "in_torch", "said"), [(1, 0, "1 GPU, but"), (2, 1, "2 GPUs, but")])
+def test_a_gpu_that_torch_cannot_use_is_an_error(
+    in_driver: int, in_torch: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _driver_and_torch(monkeypatch, in_driver, in_torch)
+    with pytest.raises(PlanError) as refused:
+        probe_local()
+    assert str(refused.value).startswith(f"this machine has {said} PyTorch {torch.__version__} shows {in_torch}; install")
+    assert "CUDA_VISIBLE_DEVICES" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("in_ray", "in_plan", "selected", "is_refused"),
+    [(1, 0, None, True), (2, 1, None, True), (0, 0, None, False), (2, 2, None, False), (0, 1, None, False), (1, 0, "-1", False)],
+)
+def test_a_gpu_that_only_ray_has_found_is_an_error(
+    in_ray: int, in_plan: int, selected: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said which ones are to be used; Ray counts names, also "-1", which hides all."""
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": float(in_ray)} if in_ray else {}))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if selected is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selected)
+    planned = Hardware((8,), (GIB,), tuple(Gpu("H100", 80 * GIB, index=index) for index in range(in_plan)))
+    if not is_refused:
+        check_ray_gpus(planned)
+        return
+    said = f"Ray has found {in_ray} GPUs? on this machine, but the plan is for {in_plan}; check that nvidia-smi"
+    with pytest.raises(PlanError, match=said):
+        check_ray_gpus(planned)
