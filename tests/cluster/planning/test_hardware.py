@@ -55,3 +55,30 @@ def test_a_gpu_that_only_ray_has_found_is_an_error(
     said = f"Ray has found {in_ray} GPUs? on this machine, but the plan is for {in_plan}; check that nvidia-smi"
     with pytest.raises(PlanError, match=said):
         check_ray_gpus(planned)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "planned_gib", "held_gib"), [(None, 80, 0), (80, 80, 0), (81, 80, 0), (79.9, 80, 0), (50, 50, 30), (0, 0, 80)]
+)
+def test_what_other_processes_hold_is_not_planned_and_is_said(
+    free_gib: float | None, planned_gib: int, held_gib: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NVML's total may be more than CUDA's; the driver's own 100 MiB are not another process."""
+    free = None if free_gib is None else int(free_gib * GIB)
+    monkeypatch.setattr(hardware, "num_visible_gpus", lambda: 1)
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: [VisibleGpu("H100", 80 * GIB, free)])
+    assert probe_local().gpus == (Gpu("H100", planned_gib * GIB, held=held_gib * GIB),)
+    said = f"GPU 0 (H100) has {planned_gib} {'GiB' if planned_gib else 'B'} of 80 GiB free, because other processes hold the rest"
+    assert (said in caplog.text) is bool(held_gib)
+    assert bool(caplog.records) is bool(held_gib)
+
+
+@pytest.mark.parametrize(("num_available", "planned_gib"), [(2, 50), (1.5, 80)])
+def test_what_actors_hold_is_planned(num_available: float, planned_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new pipeline is planned while there is one that it will follow on the same GPUs."""
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": num_available})
+    monkeypatch.setattr(hardware, "_run_on", lambda _node, list_gpus: list_gpus())
+    monkeypatch.setattr(hardware, "_gather", dict)
+    monkeypatch.setattr(hardware, "_address", lambda node: f"address of {node}")
+    gpus = hardware._probe_gpus({"a": 2}, lambda: [VisibleGpu("H100", 80 * GIB, 50 * GIB)] * 2)
+    assert [(gpu.node, gpu.index, gpu.memory // GIB) for gpu in gpus] == [("a", 0, planned_gib), ("a", 1, planned_gib)]
