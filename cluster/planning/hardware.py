@@ -223,7 +223,7 @@ def _probe_gpus(num_gpus: Mapping[str, int], list_gpus: Callable[[], list[Visibl
 
 def _gpu_to_plan(gpu: VisibleGpu, node: str, index: int) -> Gpu:
     """Return the GPU with the memory that is free now, and log how much other processes hold, if that matters."""
-    free = gpu.memory if gpu.free is None else min(gpu.free, gpu.memory)
+    free = gpu.memory if gpu.free is None else gpu.free
     if (held := gpu.memory - free) < MIN_HELD_BYTES:
         return Gpu(gpu.name, gpu.memory, node, index)
     where = f" of node {_address(node)}" if node else ""

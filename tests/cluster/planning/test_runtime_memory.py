@@ -194,8 +194,8 @@ def test_a_draft_model_leaves_room_for_its_process() -> None:
     gpu = Gpu("L4", 4 * GIB)
     args = tiny_args(n_layers=2, max_seq_len=1024, window=None)
     target = plan_pipeline(_config(max_num_seqs=1000, max_model_len=1024), args, Hardware((2,), (GIB,), (gpu,)))
-    small = replace(args, dim=4096, vocab_size=32_000)
+    small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)  # 16 MiB for a sequence
     stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu,)))
     runtime = config_runtime(config, small, "float32").total
     assert runtime > 4 * GIB * (1 - MEMORY_SHARE)
-    assert stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime
+    assert 0.98 * (4 * GIB - runtime) < stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime
