@@ -2,19 +2,33 @@
 
 Importing this module adds them to the kinds of process groups: "lazy" with gloo underneath, "mortal" whose process is killed
 in that call.
+``BetweenPlaces`` makes channels over them, as between two GPUs.
 """
 
 import os
 import signal
 from datetime import timedelta
 
+import torch
+from host_ipc import HostIpc
 from torch import Tensor
 from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 
-from tramontane.workers.links.process_group_channel import BACKENDS, STEP_TIMEOUT, TIMEOUTS, Group
+from tramontane.workers.links.channel import Address, Channel, Listener
+from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
+from tramontane.workers.links.process_group_channel import (
+    BACKENDS,
+    STEP_TIMEOUT,
+    TIMEOUTS,
+    Group,
+    ProcessGroupChannelFactory,
+)
 
 LAZY, MORTAL = "lazy", "mortal"
 FOREVER = timedelta(days=1)  # for which a call waits for the other end, as nothing ends it
+
+
+HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
 
 
 class LazyGroup:
@@ -50,3 +64,19 @@ class MortalGroup(LazyGroup):
 
 BACKENDS.update({LAZY: LazyGroup, MORTAL: MortalGroup})
 TIMEOUTS.update(dict.fromkeys((LAZY, MORTAL), STEP_TIMEOUT))
+
+
+class BetweenPlaces:
+    """Edges as between GPUs, from one that listens to one that connects."""
+
+    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation, backend: str = "gloo") -> None:
+        self._listening, self._connecting = (
+            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory(backend)))
+            for place in (listening, connecting)
+        )
+
+    def listen(self, host: str) -> Listener:
+        return self._listening.listen(host)
+
+    def connect(self, address: Address, host: str, /) -> Channel:
+        return self._connecting.connect(address, host)

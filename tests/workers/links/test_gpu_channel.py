@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 import torch
 from host_ipc import HostIpc
-from lazy_groups import LAZY, MORTAL, LazyGroup
+from lazy_groups import HERE, LAZY, MORTAL, THERE, LazyGroup
 from torch import Tensor
 from torch.distributed import Work  # type: ignore[attr-defined]
 
@@ -28,7 +28,6 @@ from tramontane.workers.links.process_group_channel import Group, ProcessGroupCh
 from tramontane.workers.links.tcp_channel import connect
 
 HOST = "127.0.0.1"
-HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
 TIMEOUT_S = 60.0  # for what does not end at all where it is wrong
 T = TypeVar("T")
 
