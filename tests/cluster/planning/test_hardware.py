@@ -1,11 +1,19 @@
 """GPUs that are not seen are an error, and never a server on the CPUs."""
 
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import ray
 import torch
+from tiny_models import tiny_args
 
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline import engine
 from tramontane.cluster.planning import hardware
 from tramontane.cluster.planning.hardware import Gpu, Hardware, check_ray_gpus, probe_local
+from tramontane.cluster.serving import server
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import VisibleGpu
@@ -82,3 +90,29 @@ def test_what_actors_hold_is_planned(num_available: float, planned_gib: int, mon
     monkeypatch.setattr(hardware, "_address", lambda node: f"address of {node}")
     gpus = hardware._probe_gpus({"a": 2}, lambda: [VisibleGpu("H100", 80 * GIB, 50 * GIB)] * 2)
     assert [(gpu.node, gpu.index, gpu.memory // GIB) for gpu in gpus] == [("a", 0, planned_gib), ("a", 1, planned_gib)]
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_what_ray_has_found_is_compared_before_anything_is_placed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Hardware((8,), (GIB,))
+    spec = SimpleNamespace(num_workers=1, threads_per_stage=1)
+    module = engine if command == "generate" else server
+    monkeypatch.setattr(module, "probe_local", lambda: planned)
+    monkeypatch.setattr(module, "pipeline_spec", lambda *_: spec)
+    monkeypatch.setattr(module, "local_ray_cluster", lambda *_, **__: nullcontext(""))
+    monkeypatch.setattr(server, "check_ports", lambda *_: None)
+    monkeypatch.setattr(server, "validate_model", lambda *_: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = EngineConfig()
+
+    async def generate() -> None:
+        async with engine._ray_pipeline(config, tiny_args(), lambda _: None, None):
+            raise AssertionError("it was placed")
+
+    def serve() -> None:
+        with server._own_cluster(config, lambda _: None, None):
+            raise AssertionError("it was placed")
+
+    with pytest.raises(PlanError, match="Ray has found 1 GPU on this machine"):
+        serve() if command == "serve" else asyncio.run(generate())
