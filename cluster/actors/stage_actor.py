@@ -128,7 +128,8 @@ class StageActor(WorkerActor["StageWorker"]):
         """Connect to the previous stage, which listens at ``inlet``, and then to the next. Raises LinkError."""
         self._fenced_worker(epoch)
         assert self._link is not None
-        self._link.connect(inlet)
+        with self._failure_guard.guard_connect():
+            self._link.connect(inlet)
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def linked_step(self, batch: bytes) -> bytes:

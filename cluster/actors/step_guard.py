@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tramontane.proto.errors import TramontaneError
+from tramontane.proto.errors import LinkError, TramontaneError
 from tramontane.proto.request import format_request_ids, requests_fields
 from tramontane.proto.step import MicroBatch
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
 
 MAX_FAILURES = 4  # in a row; one more than a poison request causes: two with other requests, the third alone
+MAX_ABANDONED = 3  # threads that were left in a call of NCCL; one may be due to a neighbor that died just then
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,18 @@ class FailureGuard:
                 self._exit(f"{MAX_FAILURES} steps in a row have failed: {error}")
             raise
         self._num_in_a_row = 0
+
+    @contextmanager
+    def guard_connect(self) -> Iterator[None]:
+        """Guard the making of channels, which leaves a thread behind where two GPUs cannot be connected."""
+        try:
+            yield
+        except LinkError as error:
+            from tramontane.workers.links.gpu_channel import num_abandoned_operations
+
+            if (num_abandoned := num_abandoned_operations()) >= MAX_ABANDONED:
+                self._exit(f"{num_abandoned} threads were left in the first operation of a channel: {error}")
+            raise
 
     def _exit(self, why: str) -> None:
         logger.error("%s exits, and gets a new process: %s", self._label, why)

@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +27,7 @@ from tramontane.cluster.planning.capacity import (
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
+from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
 from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.end_tokens import NOTHING_ENDS
 from tramontane.proto.errors import ConfigError, PlanError
@@ -34,9 +36,13 @@ from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
 
+if TYPE_CHECKING:
+    from tramontane.cluster.planning.hardware import Gpu
+
 MAX_GPUS = 2**14
 KEYS = (
-    *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "page_size", "speculative_config"),
+    *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("page_size", "speculative_config"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
@@ -78,6 +84,9 @@ def plan(
     args.check_num_stages(len(budgets), _describe_stages(len(budgets), settings.stages_per_gpu, has_gpus))
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
+    if has_gpus:
+        runtime = config_runtime(settings, args, dtype, experts_inside=experts is None)
+        budgets = tuple(replace(budget, runtime=runtime) for budget in budgets)
     request = PlanRequest(
         budgets,
         dtype,
@@ -134,7 +143,7 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
     if hardware.gpus:
         num_gpus = gpus or (settings.stages and -(-settings.stages // per_slot))
         memories = tuple(gpu.memory for gpu in hardware.gpus)[:num_gpus]
-        sizes = ", ".join(format_bytes(memory) for memory in memories)
+        sizes = ", ".join(map(_describe_memory, hardware.gpus[: len(memories)]))
         source = f"{len(memories)} of this machine's {len(hardware.gpus)} GPUs: {sizes}"
     else:
         num_stages = settings.stages or gpus or hardware.default_stage_count()
@@ -146,6 +155,12 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
     Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}", soft_wrap=True)
     given = {"gpu_memory": memories, "stages_per_gpu": per_slot}
     return settings.model_copy(update=given), 1 if hardware.gpus else hardware.panel_rows, bool(hardware.gpus)
+
+
+def _describe_memory(gpu: "Gpu") -> str:
+    """Return ``30 GiB``, or ``30 GiB (other processes hold 50 GiB)``."""
+    held = f" (other processes hold {format_bytes(gpu.held)})" if gpu.held else ""
+    return f"{format_bytes(gpu.memory)}{held}"
 
 
 def _size(num_bytes: float) -> str:
@@ -213,6 +228,8 @@ def _show(
         brackets = " (in brackets: if every layer kept all positions)" if has_windows else ""
         explained = f"columns {', '.join(lengths)}: how many sequences of so many tokens fit next to a stage's weights{brackets}"
         console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
+    if (runtime := budgets[0].runtime) is not None:
+        _show_runtime(console, runtime, budgets)
     formats = plan.stages[0].weight_format
     matrices = formats.quantize or formats.matrix_dtype
     weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
@@ -221,6 +238,17 @@ def _show(
     each = ", ".join(f"{time:.2f}" for time in times)
     console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)
     console.print(_at_once(plan), soft_wrap=True)
+
+
+def _show_runtime(console: Console, runtime: RuntimeMemory, budgets: Sequence[StageBudget]) -> None:
+    """Show what a stage's process takes besides weights and cache, and what is left where a tenth of the memory is more."""
+    table = Table("besides weights and cache", "each stage")
+    for name, num_bytes in runtime.as_data().items():
+        table.add_row("all" if name == "total" else name, _size(num_bytes))
+    spare = [budget.memory - budget.usable - runtime.total for budget in budgets]
+    each = sorted({_size(least) for least in (min(spare), max(spare))}, key=lambda size: size != _size(min(spare)))
+    table.add_row("kept free", " to ".join(each))
+    console.print(table)
 
 
 def _parameters(args: ModelArgs) -> str:

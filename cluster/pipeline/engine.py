@@ -21,7 +21,7 @@ from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.pipeline.resources import check_placeable, read_resources
 from tramontane.cluster.planning.gpu_placement import stage_speeds
-from tramontane.cluster.planning.hardware import Hardware, TooFewNodesError, probe_local
+from tramontane.cluster.planning.hardware import Hardware, TooFewNodesError, check_ray_gpus, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.cluster.ray_internals.accessors import has_autoscaler
 from tramontane.proto.end_tokens import NOTHING_ENDS
@@ -241,6 +241,7 @@ async def _ray_pipeline(
     spec = pipeline_spec(config, args, hardware)  # raises for what cannot fit before Ray is started
     report("starting Ray")
     with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage, inline_limit=config.inline_limit):
+        check_ray_gpus(hardware)
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain, hardware, draft_port(spec)
 

@@ -98,7 +98,8 @@ def _smallest_memory(args: ModelArgs, request: PlanRequest, per_gpu: int) -> int
     """Return the GiB that all GPUs should have at least; None if no size is enough."""
 
     def is_enough(gib: int) -> bool:
-        return is_feasible(args, replace(request, budgets=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
+        budget = replace(request.budgets[0], memory=gib * GIB // per_gpu)
+        return is_feasible(args, replace(request, budgets=(budget,) * request.num_stages))
 
     return _smallest_satisfying(is_enough, 2**14)
 
@@ -155,6 +156,7 @@ def plan_as_data(
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,
         "memory_share": MEMORY_SHARE,
+        "runtime": None if budgets[0].runtime is None else budgets[0].runtime.as_data(),
         "ngram_index_bytes": index_bytes,
         "sequences": [{"tokens": length, "num_seqs": number} for length, number in pipeline_capacity(plan).items()],
         "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
@@ -164,6 +166,7 @@ def plan_as_data(
                 "last_layer": stage.last_layer - 1,
                 "relative_time": time,
                 "memory": budget.memory,
+                "usable": budget.usable,
                 "weight_bytes": stage.packed_bytes,
                 "cache_bytes": stage.cache_bytes,
                 "sequences": [

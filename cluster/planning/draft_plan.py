@@ -5,6 +5,7 @@ from dataclasses import replace
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
+from tramontane.cluster.planning.runtime_memory import config_runtime
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan, StagePlan
@@ -15,9 +16,11 @@ def plan_draft_model(config: EngineConfig, args: ModelArgs, target: PipelinePlan
     assert config.speculative_config is not None
     num_all = (len(target.stages) + config.expert_actors + 1) * config.max_pipelines
     memory = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.stage_memory(num_all)
+    dtype = args.dtype if config.dtype == "auto" else config.dtype
+    runtime = config_runtime(config, args, dtype) if hardware.gpus else None
     request = PlanRequest(
-        budgets=(StageBudget(memory),),
-        dtype=args.dtype if config.dtype == "auto" else config.dtype,
+        budgets=(StageBudget(memory, runtime=runtime),),
+        dtype=dtype,
         max_model_len=min(target.max_model_len, args.max_seq_len),
         max_num_seqs=target.max_num_seqs,
         page_size=config.page_size,

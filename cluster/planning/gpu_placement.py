@@ -206,5 +206,7 @@ def stage_speeds(config: EngineConfig, hardware: Hardware, devices: Sequence[str
     return tuple(measured.get(device) for device in devices)
 
 
-def _with_budget(slot: GpuSlot, **changes: int) -> GpuSlot:
-    return replace(slot, budget=replace(slot.budget, **changes))
+def _with_budget(slot: GpuSlot, memory: int | None = None, speed: int | None = None) -> GpuSlot:
+    budget = slot.budget
+    changed = replace(budget, memory=budget.memory if memory is None else memory, speed=budget.speed if speed is None else speed)
+    return replace(slot, budget=changed)

@@ -1,5 +1,6 @@
 """The hardware to plan for: this machine, or the Ray cluster that this process has joined."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +14,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.common.ray_api import ray_error_message
 from tramontane.cluster.ray_internals.accessors import kv_get, kv_put
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import PlanError
-from tramontane.workers.device.probe import MAX_PANEL_ROWS, memory_bandwidth, panel_rows, visible_gpus
+from tramontane.workers.device.probe import (
+    MAX_PANEL_ROWS,
+    VisibleGpu,
+    memory_bandwidth,
+    num_visible_gpus,
+    panel_rows,
+    visible_gpus,
+)
 
 GPU_PROBE_TIMEOUT_S = 60.0
+MIN_HELD_BYTES = 2**28  # of a GPU, from which on what others hold counts; the driver itself has some MB
 CORES_RESOURCE = "tramontane_cores"  # Ray resource with a node's real cores, where Ray is given more CPUs than those
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class TooFewNodesError(PlanError):
@@ -27,13 +39,17 @@ class TooFewNodesError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s if it was measured."""
+    """A GPU: CUDA's index on its node, Ray's id of the node ("" without Ray), and a speed in GB/s if it was measured.
+
+    ``memory``: bytes to plan with; ``held`` are those besides that other processes hold.
+    """
 
     name: str
     memory: int
     node: str = ""
     index: int = 0
     speed: int | None = None
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +123,45 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
 
 
 def probe_local() -> Hardware:
-    """Return this machine's free hardware, as far as this process may use it."""
-    visible = visible_gpus() if _num_visible_gpus() else []
-    gpus = tuple(Gpu(name, memory, index=index) for index, (name, memory) in enumerate(visible))
+    """Return this machine's free hardware, as far as this process may use it.
+
+    Raises PlanError if PyTorch shows fewer GPUs than there are: a server would be a CPU's, or leave GPUs idle, without a word.
+    """
+    num_gpus = num_visible_gpus()
+    visible = visible_gpus() if num_gpus else []
+    if len(visible) < num_gpus:
+        import torch
+
+        raise PlanError(
+            f"this machine has {_count_gpus(num_gpus)}, but PyTorch {torch.__version__} shows {len(visible)}; install a PyTorch "
+            f"for CUDA that the driver can run, or choose GPUs by CUDA_VISIBLE_DEVICES (empty: none, the server uses the CPUs)"
+        )
+    gpus = tuple(_gpu_to_plan(gpu, "", index) for index, gpu in enumerate(visible))
     return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus, panel_rows=panel_rows())
+
+
+def check_ray_gpus(hardware: Hardware) -> None:
+    """Raise PlanError if Ray has found GPUs on this machine that the plan is not for.
+
+    Ray must have been started here. It also finds GPUs of other makers. A user who has set CUDA_VISIBLE_DEVICES has chosen.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    num_found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if num_found > len(hardware.gpus):
+        raise PlanError(
+            f"Ray has found {_count_gpus(num_found)} on this machine, but the plan is for {len(hardware.gpus)}; check that "
+            "nvidia-smi lists them here and that PyTorch is one for CUDA, or hide them with an empty CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _count_gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 def probe_cluster(
     compare_gpus: bool = True,
-    list_gpus: Callable[[], list[tuple[str, int]]] = visible_gpus,
+    list_gpus: Callable[[], list[VisibleGpu]] = visible_gpus,
     measure: Callable[[str], int] = memory_bandwidth,
 ) -> Hardware:
     """Return the hardware of the Ray cluster that this process is connected to.
@@ -158,27 +204,34 @@ def _cgroup_numbers(file: str, count: int) -> list[int]:
     return [int(word) if word.isdigit() else 0 for word in (words + [""] * count)[:count]]
 
 
-def _num_visible_gpus() -> int:
-    """Return how many GPUs of this machine CUDA would show, without importing torch."""
-    num_present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    selected = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if selected is None:
-        return num_present
-    names = [name.strip() for name in selected.split(",")]
-    return min(num_present, len([name for name in names if name and name != "-1"]))
+def _probe_gpus(num_gpus: Mapping[str, int], list_gpus: Callable[[], list[VisibleGpu]]) -> tuple[Gpu, ...]:
+    """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there.
 
-
-def _probe_gpus(num_gpus: Mapping[str, int], list_gpus: Callable[[], list[tuple[str, int]]]) -> tuple[Gpu, ...]:
-    """List the GPUs of every node that offers GPUs to Ray: the first ones that CUDA shows there."""
+    As long as actors have GPUs, what is not free may be theirs, and be free when these GPUs are given to new ones.
+    """
+    is_idle = ray.available_resources().get("GPU", 0) >= sum(num_gpus.values())  # type: ignore[no-untyped-call]
     visible = _gather({node: _run_on(node, list_gpus) for node in num_gpus})
     for node, count in num_gpus.items():
         if len(visible[node]) < count:
             raise PlanError(f"node {_address(node)} offers {count} GPUs to Ray, but CUDA shows {len(visible[node])} there")
     return tuple(
-        Gpu(name, memory, node, index)
+        _gpu_to_plan(gpu if is_idle else gpu._replace(free=None), node, index)
         for node, count in sorted(num_gpus.items())
-        for index, (name, memory) in enumerate(visible[node][:count])
+        for index, gpu in enumerate(visible[node][:count])
     )
+
+
+def _gpu_to_plan(gpu: VisibleGpu, node: str, index: int) -> Gpu:
+    """Return the GPU with the memory that is free now, and log how much other processes hold, if that matters."""
+    free = gpu.memory if gpu.free is None else gpu.free
+    if (held := gpu.memory - free) < MIN_HELD_BYTES:
+        return Gpu(gpu.name, gpu.memory, node, index)
+    where = f" of node {_address(node)}" if node else ""
+    logger.warning(
+        "GPU %d%s (%s) has %s of %s free, because other processes hold the rest; the plan is for what is free",
+        *(index, where, gpu.name, format_bytes(free), format_bytes(gpu.memory)),
+    )
+    return Gpu(gpu.name, free, node, index, held=held)
 
 
 def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu, ...]:

@@ -17,6 +17,7 @@ from tramontane.cluster.planning.gpu_placement import (
 )
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.planning.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
+from tramontane.cluster.planning.runtime_memory import config_runtime
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import PipelinePlan
@@ -92,9 +93,11 @@ def _total_speed(slots: Sequence[GpuSlot]) -> int:
 
 
 def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], hardware: Hardware) -> PlanRequest:
+    dtype = args.dtype if config.dtype == "auto" else config.dtype
+    runtime = config_runtime(config, args, dtype, experts_inside=not config.expert_actors) if hardware.gpus else None
     return PlanRequest(
-        budgets=tuple(slot.budget for slot in slots),
-        dtype=args.dtype if config.dtype == "auto" else config.dtype,
+        budgets=tuple(replace(slot.budget, runtime=runtime) for slot in slots),
+        dtype=dtype,
         max_model_len=config.max_model_len or args.max_seq_len,
         max_num_seqs=config.max_num_seqs,
         page_size=config.page_size,

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.planning.layer_split import FitsPredicate, is_splittable, split_layers
+from tramontane.cluster.planning.runtime_memory import RuntimeMemory
 from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
@@ -19,7 +20,7 @@ from tramontane.workers.weights.tensor_spec import TensorSpec
 from tramontane.workers.weights.tensor_specs import common_tensors, embedding_tensor, head_tensors, layer_tensors
 
 SAMPLED_SHARE = Fraction(1, 3)  # of the tokens: answers are half as long as prompts
-MEMORY_SHARE = 0.9  # of a stage's memory; the rest is for activations and the runtime
+MEMORY_SHARE = 0.9  # of a stage's memory, at most; the rest is for activations and the runtime
 
 
 class TooLittleMemoryError(PlanError):
@@ -28,15 +29,30 @@ class TooLittleMemoryError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class StageBudget:
-    """What one stage runs on: bytes of memory, and a speed relative to the other stages'."""
+    """What one stage runs on: bytes of memory, and a speed relative to the other stages'.
+
+    ``runtime``: what its process takes of a GPU besides weights and caches.
+    """
 
     memory: int
     speed: int = 1
+    runtime: RuntimeMemory | None = None
 
     @property
     def usable(self) -> int:
-        """Bytes for weights and caches."""
-        return int(self.memory * MEMORY_SHARE)
+        """Bytes for weights and caches: a tenth is left in any case, more where the runtime takes more.
+
+        Of 80 GiB 72 where the runtime takes 3, and of 20 GiB 17, not 18.
+        """
+        runtime = self.runtime.total if self.runtime else 0
+        return min(int(self.memory * MEMORY_SHARE), max(self.memory - runtime, 0))
+
+    def describe_usable(self) -> str:
+        """Return ``72 GiB``, or ``0 B, as CUDA, activations and logits take ...`` where that is more than a tenth."""
+        usable = format_bytes(self.usable)
+        if self.runtime is None or self.usable == int(self.memory * MEMORY_SHARE):
+            return usable
+        return f"{usable}, as CUDA, activations and logits take {format_bytes(self.runtime.total)} of {format_bytes(self.memory)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +242,15 @@ def _fits(request: PlanRequest, footprint: _StageFootprint, groups: Sequence[ran
 def _memory_error(spans: list[range], request: PlanRequest, footprint: _StageFootprint) -> str:
     """Describe the first stage that exceeds its memory in the split that would be fastest."""
     numbered = enumerate(zip(spans, request.budgets, strict=True))
-    stage_id, span, usable = next(
-        (i, span, budget.usable) for i, (span, budget) in numbered if footprint.minimum_bytes(span) > budget.usable
+    stage_id, span, budget = next(
+        (i, span, budget) for i, (span, budget) in numbered if footprint.minimum_bytes(span) > budget.usable
     )
     weights, per_sequence = footprint.weight_bytes(span), footprint.sequence_bytes(span)
     cache = max(per_sequence, request.kv_cache_memory or 0)
     return (
         f"too little memory for {_label(stage_id, spans)}: it needs {format_bytes(weights)} for weights and "
         f"{format_bytes(cache)} of cache (one sequence of {request.max_model_len} positions takes "
-        f"{format_bytes(per_sequence)}) and may use {format_bytes(usable)}"
+        f"{format_bytes(per_sequence)}) and may use {budget.describe_usable()}"
     )
 
 

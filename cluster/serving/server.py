@@ -26,7 +26,7 @@ from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_sp
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, report_losses, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
-from tramontane.cluster.planning.hardware import probe_local
+from tramontane.cluster.planning.hardware import check_ray_gpus, probe_local
 from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS
@@ -138,7 +138,8 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
     """
     check_ports(config, report)
     report("checking the checkpoint")
-    spec = pipeline_spec(config, validate_model(config), probe_local())  # raises PlanError before Ray is started
+    hardware = probe_local()
+    spec = pipeline_spec(config, validate_model(config), hardware)  # raises PlanError before Ray is started
     problem = let_dashboard_show_stages() if config.dashboard else ""
     report("starting Ray")
     num_cpus = config.max_pipelines * spec.num_workers * spec.threads_per_stage
@@ -146,6 +147,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         local_ray_cluster(num_cpus, config.dashboard, config.inline_limit) as dashboard,
         _announced(dashboard, problem, config.port, report),
     ):
+        check_ray_gpus(hardware)
         report("starting Ray Serve")
         _start_serve(config)
         report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")

@@ -3,11 +3,13 @@
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.planning import runtime_memory
+from tramontane.cluster.planning.runtime_memory import RuntimeMemory
 
 # What may stand above the complaint: how far the command had come.
 MEMORY = r"\S+ \S+ of weights, up to \S+ \S+ of key/value cache per stage \(--kv-cache-memory\)"
@@ -40,3 +42,11 @@ def _only_complaint(err: str) -> str:
     assert all(PROGRESS.fullmatch(line) for line in before), err
     assert "Traceback" not in last
     return last.removeprefix("error: ")
+
+
+@pytest.fixture(scope="class")  # also for tests of many examples
+def bare_gpus() -> Iterator[None]:
+    """On GPUs of some KiB there is no place for CUDA, nor for more than weights and cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_memory, "gpu_runtime", lambda *_, **__: RuntimeMemory(0, 0, 0, 0, 0))
+        yield

@@ -9,11 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
+
+
+class ProcessEnded(Exception):
+    """Instead of the end of the process."""
 
 
 @dataclass(eq=False)
@@ -54,9 +59,9 @@ class LazyEvent:
 
         return done
 
-    def synchronize(self) -> None:
-        while not self.gpu.is_done(self):
-            self.gpu.run_one_operation()
+    def query(self) -> bool:
+        self.gpu.run_one_operation()
+        return self.gpu.is_done(self)
 
     def wait(self) -> None:
         raise AssertionError("only the peer waits for this event")
@@ -74,8 +79,8 @@ class OpenedEvent:
     def record(self) -> None:
         raise AssertionError("only the peer records this event")
 
-    def synchronize(self) -> None:
-        raise AssertionError("only the peer synchronizes with this event")
+    def query(self) -> bool:
+        return self.event.gpu.is_done(self.event)
 
     def wait(self) -> None:
         assert not self.event.is_closed
@@ -100,12 +105,22 @@ class LazyGpu:
         self._random = random.Random(seed)
         self._turn = threading.Lock()
         self._memories: list[LazyMemory] = []
+        self._opened: list[LazyMemory] = []
         self._events: list[LazyEvent] = []
         self._streams: list[Stream] = []
 
     def process(self) -> "LazyIpc":
         self._streams.append(Stream())
-        return LazyIpc(self, self._streams[-1], self._memories, self._events)
+        return LazyIpc(self, self._streams[-1], self._memories, self._opened, self._events)
+
+    def kill(self, process: "LazyIpc") -> None:
+        """Drop what a process has launched and not been done, and close the memory that it has opened."""
+        with self._turn:
+            self._streams.remove(process.stream)
+            process.stream.begun.clear()
+        for memory in self._opened:
+            if memory.stream is process.stream and not memory.is_closed:
+                memory.close()
 
     @property
     def is_idle(self) -> bool:
@@ -137,6 +152,7 @@ class LazyIpc:
     gpu: LazyGpu
     stream: Stream
     memories: list[LazyMemory]
+    opened: list[LazyMemory]
     events: list[LazyEvent]
 
     def memory(self, num_bytes: int) -> SharedMemory:
@@ -148,7 +164,8 @@ class LazyIpc:
         assert not made.is_closed
         assert len(made.bytes_N) == num_bytes
         made.num_open += 1
-        return LazyMemory(made.bytes_N, handle, self.stream, opened_of=made)
+        self.opened.append(LazyMemory(made.bytes_N, handle, self.stream, opened_of=made))
+        return self.opened[-1]
 
     def event(self) -> SharedEvent:
         self.events.append(LazyEvent(bytes([len(self.events)]), self.gpu, self.stream))
@@ -163,3 +180,7 @@ class LazyIpc:
             return True
 
         self.stream.begin(done, target_N, source_N)
+
+    def end_process(self, reason: str) -> NoReturn:
+        self.gpu.kill(self)
+        raise ProcessEnded(reason)

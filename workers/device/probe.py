@@ -1,24 +1,101 @@
 """What a process can find out about its devices without loading a model. torch is imported only if a GPU is asked."""
 
+import ctypes
 import itertools
+import os
 import platform
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+from tramontane.workers.device import nvml
 from tramontane.workers.device.native_library import VECTOR_MACROS, CompilerError, vector_instructions
 
 COPY_BYTES = 2**28  # far more than any cache between processor and memory
 MAX_PANEL_ROWS = 32  # of any processor
+KERNEL_MODULE = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 
 
-def visible_gpus() -> list[tuple[str, int]]:
-    """Return name and bytes of memory of every GPU that CUDA shows this process, in CUDA's order."""
+class VisibleGpu(NamedTuple):
+    """A GPU that CUDA shows: its name and bytes of memory, and how many of these are free now, None if that is not known."""
+
+    name: str
+    memory: int
+    free: int | None = None
+
+
+def visible_gpus() -> list[VisibleGpu]:
+    """Return every GPU that CUDA shows this process, in CUDA's order."""
     import torch
 
+    # By their UUIDs: NVML lists GPUs in the order of their buses, CUDA the fastest first.
+    free = {gpu.uuid.removeprefix("GPU-"): gpu.free for gpu in nvml.list_gpus() or ()}
     properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return [(gpu.name, gpu.total_memory) for gpu in properties]
+    return [VisibleGpu(gpu.name, gpu.total_memory, free.get(str(gpu.uuid))) for gpu in properties]
+
+
+def num_visible_gpus() -> int:
+    """Return how many GPUs of this machine CUDA should show, without torch where the driver says how many there are.
+
+    The driver's management library counts them, as it does for Ray and PyTorch, else the kernel module's files. Where there
+    is neither, as in some containers, but CUDA's library, PyTorch is asked.
+    """
+    selected, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml.list_gpus()
+    if gpus is not None:
+        return count_selected(selected, len(gpus), [gpu.uuid for gpu in gpus])
+    if num_gpus := len(list(KERNEL_MODULE.glob("*"))):
+        return count_selected(selected, num_gpus)
+    if _has_cuda_driver():
+        import torch
+
+        return torch.cuda.device_count()
+    return 0
+
+
+def count_selected(selected: str | None, num_gpus: int, uuids: Sequence[str] | None = None) -> int:
+    """Return how many of the GPUs CUDA_VISIBLE_DEVICES selects; without their UUIDs, those that it names are taken as right.
+
+    As CUDA reads it: names are numbers, or UUIDs which may be cut short; the first that is wrong ends the list, and one that
+    is there twice empties it. Of 2 GPUs "1,0" selects 2, "0,-1,1" and "0,2,1" select 1, and "0,0" selects 0.
+    """
+    if selected is None:
+        return num_gpus
+    names = [name.strip() for name in selected.split(",")]
+    if names[0].startswith("MIG-"):  # a part of a GPU, of which CUDA shows one
+        return min(num_gpus, 1)
+    are_uuids = names[0].startswith("GPU-")
+    if are_uuids and uuids is None:
+        return min(num_gpus, len(names))
+    ordinals = []
+    for name in names:
+        ordinal = _uuid_ordinal(name, uuids or ()) if are_uuids else _number(name)
+        if not 0 <= ordinal < num_gpus:
+            break
+        ordinals.append(ordinal)
+    return len(ordinals) if len(set(ordinals)) == len(ordinals) else 0
+
+
+def _number(name: str) -> int:
+    """Return the number that a name begins with, as C's strtoul reads it; -1 if there is none."""
+    found = re.match(r"[+-]?\d+", name)
+    return int(found[0]) if found else -1
+
+
+def _uuid_ordinal(name: str, uuids: Sequence[str]) -> int:
+    """Return the number of the only GPU whose UUID begins with this; -1 if there is none."""
+    found = [ordinal for ordinal, uuid in enumerate(uuids) if uuid.startswith(name)]
+    return found[0] if len(found) == 1 else -1
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @cache

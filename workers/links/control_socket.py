@@ -70,6 +70,12 @@ class ControlSocket:
             is_first, self._is_teardown_claimed = not self._is_teardown_claimed, True
             return is_first
 
+    def has_peer_ended(self) -> bool:
+        """Return True once the neighbor has shut down its end or is dead. Does not block."""
+        poll = select.poll()
+        poll.register(self.connection, HUP_EVENTS)
+        return bool(poll.poll(0))
+
     def shutdown_write(self) -> None:
         """Notify the neighbor that nothing of its is used here any more."""
         with contextlib.suppress(OSError):

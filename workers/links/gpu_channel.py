@@ -2,11 +2,14 @@
 
 NCCL refuses two ends on one GPU; within a machine it copies from GPU to GPU directly. The control socket stays open: it
 detects a dead neighbor, which NCCL does not, and it keeps an end from launching an operation on its GPU before the other end
-has: an operation that waits there blocks all later work of the GPU.
+has: an operation that waits there blocks all later work of the GPU. The first operation is the exception: NCCL connects in
+it, and its call returns only when both ends have called, so both begin it at the same time.
 """
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,9 @@ from tramontane.workers.links.process_group_channel import ProcessGroupChannelFa
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# NCCL connects in seconds. With TIMEOUT_S, for which the ends wait for each other before, it is less than a fence waits.
+FIRST_OPERATION_TIMEOUT_S = 30.0
+ABANDONED = "abandoned first operation"  # name of the threads that NCCL may never return to
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +140,7 @@ class GpuListener:
             return _ipc_or_host_staged(control, lambda: offer_ipc(control, self._options.ipc))
         self._store = self._options.process_groups.listen(self._host)
         control.send(self._store.address)
-        channel = HandshakeChannel(control, self._store.accept())
-        return _warm_up(channel, channel.send, torch.zeros(1, device=self._options.device))
+        return _join(control, self._store.accept(), self._options.device, is_sender=True)
 
 
 class GpuChannelFactory:
@@ -156,8 +161,8 @@ class GpuChannelFactory:
         if _is_same_device(control, self._options.location):
             return _ipc_or_host_staged(control, lambda: accept_ipc(control, self._options.ipc))
         store_host, port, token = control.receive(TIMEOUT_S)
-        channel = HandshakeChannel(control, self._options.process_groups.connect((store_host, port, token), host))
-        return _warm_up(channel, channel.receive, torch.empty(1, device=self._options.device))
+        channel = self._options.process_groups.connect((store_host, port, token), host)
+        return _join(control, channel, self._options.device, is_sender=False)
 
 
 def channel_factory_for(device: torch.device) -> ChannelFactory:
@@ -175,14 +180,69 @@ def _is_same_device(control: ControlSocket, location: DeviceLocation) -> bool:
     return DeviceLocation(*control.receive(TIMEOUT_S)) == location
 
 
-def _warm_up(channel: HandshakeChannel, operation: Callable[[Tensor], None], number: Tensor) -> HandshakeChannel:
-    """Run an operation, so that an error in connecting is raised now: NCCL connects when it is first used."""
+def num_abandoned_operations() -> int:
+    """Return how many threads of this process are still in a first operation that was given up."""
+    return sum(thread.name == ABANDONED for thread in threading.enumerate())
+
+
+def _join(control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool) -> HandshakeChannel:
+    """Run the first operation of a channel at both ends at once, and return the channel with announcements from then on.
+
+    The receiver says that the number has arrived, then the sender that it knows; so each end listens to the control socket
+    all the time, and learns at once that the other one has failed or is dead. Raises LinkError, or the operation's own error.
+    """
     try:
-        operation(number)
+        control.send(None)
+        control.receive(TIMEOUT_S)  # the other end has its group as well
+        _run_first_operation(control, lambda: _transfer_one(control, channel, device, is_sender))
+        if is_sender:
+            control.send(None)
     except BaseException:
         channel.close()
         raise
-    return channel
+    return HandshakeChannel(control, channel)
+
+
+def _transfer_one(control: ControlSocket, channel: Channel, device: torch.device, is_sender: bool) -> None:
+    """Send or receive the number 1, on the current stream of the calling thread."""
+    if is_sender:
+        channel.send(torch.ones(1, device=device))
+        return
+    number = torch.zeros(1, device=device)
+    channel.receive(number)
+    if (received := number.item()) != 1:  # ``item`` waits for the device
+        raise LinkError(f"the link to a neighbor is broken: {received} was received where 1 was sent")
+    control.send(None)
+
+
+def _run_first_operation(control: ControlSocket, operation: Callable[[], None]) -> None:
+    """Run an operation in a thread until it has ended and the other end has said so. Raises LinkError, or its own error.
+
+    Nothing ends a call of NCCL that waits for an end that never comes: neither closing its sockets nor aborting the group,
+    which does not know the connection yet. Such a thread is left behind, apart from the threads that compute.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            operation()
+        except BaseException as error:
+            done.set_exception(error)
+            control.close()  # wakes the thread that waits below, and the other end
+        else:
+            done.set_result(None)
+
+    thread = threading.Thread(target=run, name="first operation", daemon=True)
+    thread.start()
+    try:
+        control.receive(FIRST_OPERATION_TIMEOUT_S)
+        done.result(FIRST_OPERATION_TIMEOUT_S)
+    except (LinkError, TimeoutError) as error:
+        if done.done():
+            done.result()
+        thread.name = ABANDONED
+        reason = str(error) or f"it has not ended here for {FIRST_OPERATION_TIMEOUT_S:.0f} s"
+        raise LinkError(f"the first transfer between two GPUs did not succeed: {reason}") from error
 
 
 def _ipc_or_host_staged(control: ControlSocket, share: Callable[[], Channel]) -> Channel:

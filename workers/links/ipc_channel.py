@@ -8,8 +8,9 @@ Shape letters: N bytes.
 
 import atexit
 import threading
+import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from tramontane.workers.links.control_socket import ControlSocket
 NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # CUDA places smaller allocations in one block, and would share the whole block
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
+POLL_S = 0.005  # between two looks at the work that the device still has for a closed channel
+# Looks at a dead neighbor's event that is pending before the device is given up. The event may also be one that the neighbor
+# recorded and could not announce, which nothing waits for: then this end's work is soon done.
+MAX_LOOKS = 200
 EXIT_TIMEOUT_S = 5.0  # for which the exit of the process waits for a thread that releases memory
 
 
@@ -56,8 +61,8 @@ class SharedEvent(Protocol):
     def wait(self) -> None:
         """Order all work that this process launches from now on after the recorded point. Does not block."""
 
-    def synchronize(self) -> None:
-        """Block until all work before the last record is done."""
+    def query(self) -> bool:
+        """Return True if all work before the last record is done; in the process that waits, as far as it knows of records."""
 
     def close(self) -> None:
         """Free the event; see ``SharedMemory.close``."""
@@ -80,6 +85,9 @@ class IpcBackend(Protocol):
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         """Launch a copy, ordered after all work and waits launched before."""
+
+    def end_process(self, reason: str) -> NoReturn:
+        """End this process at once, because the device waits for what never comes, and nothing else ends such a wait."""
 
 
 class IpcUnavailableError(RuntimeError):
@@ -127,9 +135,8 @@ class _IpcChannel:
     def _wait_for_peer_release(self) -> None:
         """Close what the neighbor shares and notify it; free our own memory once the neighbor has closed it or is dead."""
         try:
+            self._wait_for_device()
             with self._native_lock, self._lock:
-                for event in self._events:
-                    event.synchronize()
                 self._slots = [None] * NUM_SLOTS
                 _close(self._opened)
         finally:
@@ -138,6 +145,24 @@ class _IpcChannel:
             with self._native_lock:
                 _close(self._own)
             atexit.unregister(self._hold_release)
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done what was launched for this channel; end the process if it never will have.
+
+        A neighbor that closes its end lives until its events have been reached. Those of one that was killed never are, and
+        whatever this process launches stays behind the first wait for them.
+        """
+        num_looks = 0
+        while self._is_pending(self._events):
+            if self._control.has_peer_ended() and self._is_pending(self._their_events):
+                num_looks += 1
+                if num_looks > MAX_LOOKS:
+                    self._ipc.end_process("the GPU waits for hidden states of a process that is dead")
+            time.sleep(POLL_S)
+
+    def _is_pending(self, events: Iterable[SharedEvent]) -> bool:
+        with self._native_lock, self._lock:
+            return not all(event.query() for event in events)
 
     def _hold_release(self) -> None:
         """Keep the thread that releases memory out of torch and CUDA from now on, as the process exits.

@@ -7,15 +7,19 @@ Shape letters: N bytes.
 """
 
 import ctypes
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.links.ipc_channel import SharedEvent, SharedMemory
+
+logger = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64  # size of cudaIpcMemHandle_t (CUDA_IPC_HANDLE_SIZE), whose content the bindings do not expose
 
@@ -57,9 +61,9 @@ class CudaEvent:
         """See ``SharedEvent``."""
         self._event.wait(torch.cuda.current_stream(self._device))
 
-    def synchronize(self) -> None:
+    def query(self) -> bool:
         """See ``SharedEvent``."""
-        self._event.synchronize()
+        return bool(self._event.query())
 
     def close(self) -> None:
         """See ``SharedEvent``."""
@@ -108,6 +112,11 @@ class CudaIpc:
         """See ``IpcBackend``."""
         with torch.inference_mode():  # slots made in inference mode may only be written in it
             target_N.copy_(source_N, non_blocking=True)
+
+    def end_process(self, reason: str) -> NoReturn:
+        """See ``IpcBackend``. Ray takes this for a crash, and starts another process."""
+        logger.error("this process ends, and gets a new one: %s", reason)
+        os._exit(1)  # any other exit would wait for the GPU
 
 
 class _CudaArray:

@@ -136,7 +136,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
             (*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"),
             "shared.yaml): not allowed in the file, since this command sets it",
         ),
-        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "1GiB"), "the folder's name may have only letters"),
+        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "4GiB"), "the folder's name may have only letters"),
     ],
 )
 def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
-from tramontane.proto.byte_size import GIB
+from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, resolve_model_args
@@ -99,6 +99,32 @@ def test_without_sizes_the_plan_is_for_the_gpus_of_this_machine(
     assert shown.err.startswith(f"note: without --gpu-memory the plan is for {len(sizes)} of this machine's 2 GPUs: 30 GiB")
 
 
+def test_memory_that_others_hold_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = (Gpu("H100", 30 * GIB, held=50 * GIB), Gpu("H100", 80 * GIB, index=1))
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: Hardware((8,), (GIB,), gpus))
+    plan("mistral-7b-v0.1", None, json=True)
+    assert "2 of this machine's 2 GPUs: 30 GiB (other processes hold 50 GiB), 80 GiB\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("per_gpu", [1, 4])
+def test_what_a_stage_takes_besides_is_shown_and_adds_up(per_gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four stages on a GPU none is kept free besides; weights and cache take no more than the rest."""
+    options: dict[str, Any] = {"gpus": 1, "stages_per_gpu": per_gpu, "max_num_batched_tokens": 4096, "max_num_seqs": 2000}
+    data = _planned(capsys, "mistral-7b-v0.1", "79GiB", **options)
+    runtime = data["runtime"]
+    assert runtime["total"] == sum(size for name, size in runtime.items() if name != "total")
+    for stage in data["stages"]:
+        assert stage["usable"] == min(int(stage["memory"] * MEMORY_SHARE), stage["memory"] - runtime["total"])
+        assert stage["weight_bytes"] + stage["cache_bytes"] <= stage["usable"]
+    plan("mistral-7b-v0.1", "79GiB", **options)
+    lines = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    shown = {line[1]: line[2] for line in lines if len(line) == 4}
+    spare = data["stages"][0]["memory"] - data["stages"][0]["usable"] - runtime["total"]
+    expected = {"all" if name == "total" else name: size for name, size in runtime.items()} | {"kept free": spare}
+    assert shown == {name: f"{size / GIB:.2f}" if size >= GIB else format_bytes(size) for name, size in expected.items()}
+    assert (spare == 0) is (per_gpu == 4)
+
+
 def test_without_a_gpu_stages_share_the_free_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     here = Hardware((8,), (60 * GIB,), ())
     monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: here)
@@ -141,9 +167,11 @@ def test_stages_that_share_a_gpu_need_fewer_of_this_machines(
     assert "2 of this machine's 4 GPUs: 30 GiB, 30 GiB" in shown.err
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_sizes_of_less_than_a_gib_have_their_unit(capsys: pytest.CaptureFixture[str]) -> None:
     plan(str(DEMO_MODEL), "1GiB,512MiB")
-    cells = [[cell.strip() for cell in line.split("│")[3:6]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in line[3:6]] for line in lines if len(line) > 6]
     assert cells == [["1.00", "5.5 MiB", "5 MiB"], ["512 MiB", "5.5 MiB", "5 MiB"], ["1.50", "11 MiB", "10 MiB"]]
 
 
@@ -226,6 +254,7 @@ def test_busy_times_of_unlike_devices_without_speeds_are_refused(tmp_path: Path,
     )
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = tiny_args(n_layers=4)
     folder = write_checkpoint(tmp_path / "model", args, random_model(args))
@@ -586,6 +615,7 @@ def test_a_measured_load_makes_fewer_hot_spots(tmp_path: Path, capsys: pytest.Ca
         assert (experts["num_replicated"] > 0) == (replicas == "auto")
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_the_expert_actors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the plan that assumes even load would do with the measured one as well."""
     load = _write_load(tmp_path / "load.json", [[900, 100, 100, 100], [900, 100, 100, 100], [100] * 4, [100] * 4])
@@ -663,6 +693,7 @@ def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["plan", "--config", str(file)], catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_the_model_of_a_file_may_be_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_checkpoint(tmp_path / "models/tiny", tiny_args())

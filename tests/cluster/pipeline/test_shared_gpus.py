@@ -57,7 +57,7 @@ class Holder:
 @pytest.fixture(scope="module")
 def hardware() -> Iterator[Hardware]:
     ray.init(address="local", num_cpus=16, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
-    yield Hardware((16,), (GIB,), tuple(Gpu("H200", GIB, ray.nodes()[0]["NodeID"], index) for index in range(NUM_GPUS)))
+    yield Hardware((16,), (GIB,), tuple(Gpu("H200", 8 * GIB, ray.nodes()[0]["NodeID"], index) for index in range(NUM_GPUS)))
     ray.shutdown()
 
 

@@ -24,6 +24,7 @@ from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.hardware import Hardware, probe_cluster
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
+from tramontane.workers.device.probe import VisibleGpu
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # what runs on the nodes is not installed there
@@ -59,12 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("uneven") / "model", ARGS)
 
 
-def _look() -> list[tuple[str, int]]:
-    return [(name, memory) for name, memory in json.loads(os.environ["GPUS"])]
+def _look() -> list[VisibleGpu]:
+    return [VisibleGpu(name, memory) for name, memory in json.loads(os.environ["GPUS"])]
 
 
 def _measure(device: str) -> int:
-    name, _ = _look()[int(device.removeprefix("cuda:"))]
+    name = _look()[int(device.removeprefix("cuda:"))].name
     return SPEED[name]
 
 
@@ -105,8 +106,8 @@ def test_what_was_measured_is_not_measured_again(hardware: Hardware) -> None:
 
 
 def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str, str]) -> None:
-    def all_alike() -> list[tuple[str, int]]:
-        return [("A100", 80 * GIB)] * 2
+    def all_alike() -> list[VisibleGpu]:
+        return [VisibleGpu("A100", 80 * GIB)] * 2
 
     for measured, look in ((True, all_alike), (False, _look)):
         assert {gpu.speed for gpu in probe_cluster(measured, look, _fail).gpus} == {None}

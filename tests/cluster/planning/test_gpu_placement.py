@@ -231,6 +231,7 @@ def _best(budgets: Sequence[StageBudget], measured: tuple[StageTime, ...] | None
     return min(found, default=None)
 
 
+@pytest.mark.usefixtures("bare_gpus")
 @settings(derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(50_000, 600_000), st.integers(1, 4)), min_size=1, max_size=4), st.integers(1, 4), st.booleans()
@@ -275,6 +276,7 @@ def test_plans_keep_to_every_gpus_memory_and_are_as_fast_as_the_best_there_is(
 # ---- measured times
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_gpus_are_chosen_for_the_head_that_was_measured() -> None:
     times, rng, num_planned = (StageTime(0, 2, 0.2), StageTime(3, 5, 0.8)), random.Random(0), 0
     keys = CONFIG.model_dump(include={"dtype", "max_num_seqs", "page_size"})

@@ -193,7 +193,7 @@ def test_padding_is_what_completes_the_last_panel() -> None:
 def test_a_plan_for_this_machine_counts_its_panels_and_one_for_gpus_none() -> None:
     args = NOT_FILLED
     here = Hardware(node_cpus=(2,), node_memory=(GIB,), panel_rows=16)
-    on_gpus = replace(here, gpus=(Gpu("L4", GIB),) * 2)
+    on_gpus = replace(here, gpus=(Gpu("L4", 4 * GIB),) * 2)
     plans = [plan_pipeline(EngineConfig(stages=2), args, hardware) for hardware in (here, on_gpus)]
     assert [stage.padding_bytes > 0 for plan in plans for stage in plan.stages] == [True, True, False, False]
     assert len({stage.weight_bytes for plan in plans for stage in plan.stages[:1]}) == 1, "what is loaded is the same"
@@ -399,6 +399,7 @@ def test_a_window_holds_eight_times_less_than_full_attention() -> None:
 # ---- refusals
 
 
+@pytest.mark.usefixtures("bare_gpus")
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     """The message names the first stage that does not fit and all that it is made of."""
     args = tiny_args(n_layers=4, window=None, max_seq_len=1024)
@@ -467,8 +468,8 @@ def test_a_context_past_the_checkpoints_is_refused() -> None:
 def test_stages_follow_the_hardware_unless_given() -> None:
     args, config = tiny_args(n_layers=4), EngineConfig()
     cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
-    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 3)
-    many = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 16)
+    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", 8 * GIB),) * 3)
+    many = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", 8 * GIB),) * 16)
     assert [len(plan_pipeline(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
     assert len(plan_pipeline(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
     with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from host_ipc import HostIpc
+from lazy_groups import HERE, LAZY, THERE, BetweenPlaces
 from local_expert_actors import ExpertActors, PingPongChain, expert_plan, ping_pong_chain, wait_until
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -74,7 +75,7 @@ GROUPS = ProcessGroupChannelFactory("gloo")
 ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS))
 
 
-@pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU], ids=["groups", "one GPU"])
+@pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU, BetweenPlaces(HERE, THERE, LAZY)], ids=["groups", "one GPU", "two GPUs"])
 def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: ChannelFactory) -> None:
     """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)

@@ -1,5 +1,6 @@
 """Edges between processes that share memory, on a GPU that takes its time, and how two ends choose their kind of edge."""
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,9 +16,11 @@ from typing import cast
 import pytest
 import torch
 from host_ipc import HostEvent, HostIpc
-from lazy_gpu import LazyGpu
+from lazy_gpu import LazyGpu, LazyIpc, ProcessEnded
+from torch import Tensor
 
 from tramontane.proto.errors import LinkError
+from tramontane.workers.links import ipc_channel
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel
 from tramontane.workers.links.control_socket import ControlSocket
 from tramontane.workers.links.gpu_channel import (
@@ -148,8 +151,8 @@ class _BusyEvent(HostEvent):
     def __init__(self, done: threading.Event) -> None:
         self._done = done
 
-    def synchronize(self) -> None:
-        self._done.wait()
+    def query(self) -> bool:
+        return self._done.is_set()
 
 
 class _Busy(HostIpc):
@@ -169,6 +172,83 @@ def test_a_neighbor_is_notified_of_a_close_before_the_gpu_is_done() -> None:
     assert not busy.done.is_set()
     busy.done.set()
     _leave(inlet)
+
+
+def _die(gpu: LazyGpu, process: LazyIpc, end: IpcSender | IpcReceiver) -> None:
+    """End a process as ``kill -9`` does: what it has launched is dropped, and the kernel closes its sockets."""
+    gpu.kill(process)
+    end._control.connection.shutdown(socket.SHUT_RDWR)
+    end._control.close_fds()
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_channel, "POLL_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("killed", ["sender", "receiver"])
+def test_a_stage_whose_gpu_waits_for_a_killed_neighbor_ends_its_process(killed: str) -> None:
+    """The receiver waits for hidden states that are not computed, the sender for a slot that is not read; forever."""
+    gpu = LazyGpu(0)
+    sending, receiving = gpu.process(), gpu.process()
+    outlet, inlet = _pair(sending, receiving)
+    received: list[Tensor] = []
+    for number in range(MAX_PENDING_SENDS + (killed == "receiver")):
+        outlet.send(torch.full((4,), float(number)))
+        if len(received) < MAX_PENDING_SENDS:
+            received.append(torch.zeros(4))
+            inlet.receive(received[-1])
+    dead, end = ((sending, outlet), inlet) if killed == "sender" else ((receiving, inlet), outlet)
+    _die(gpu, *dead)
+    end._control.close()
+    with pytest.raises(ProcessEnded, match="the GPU waits for hidden states of a process that is dead"):
+        end._wait_for_peer_release()  # which a thread does when the channel is closed
+
+
+def _slow() -> Callable[[], bool]:
+    """An operation that takes many looks to be done."""
+    looks = itertools.count()
+    return lambda: next(looks) > 3 * ipc_channel.MAX_LOOKS
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("how", ["it lives and is slow", "it is killed after its work is done", "it is killed before it works"])
+def test_a_stage_whose_gpu_will_go_on_lives_on(how: str) -> None:
+    """However long its own work takes that does not wait for the dead, or that of the living for which it waits."""
+    gpu = LazyGpu(0)
+    sending, receiving = gpu.process(), gpu.process()
+    outlet, inlet = _pair(sending, receiving)
+    received = torch.zeros(4)
+    (sending if how == "it lives and is slow" else receiving).stream.begin(_slow())
+    if how != "it is killed before it works":
+        outlet.send(torch.ones(4))
+        inlet.receive(received)
+    if how == "it lives and is slow":
+        outlet.close()
+    else:
+        while sending.stream.begun:
+            gpu.run_one_operation()
+        _die(gpu, sending, outlet)
+    _leave(inlet)
+    assert torch.equal(received, torch.zeros(4) if how == "it is killed before it works" else torch.ones(4))
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_an_event_of_a_killed_neighbor_that_nothing_waits_for_ends_nothing() -> None:
+    """It was killed after it had recorded the event again, and before it could say so; this end still has work to do."""
+    gpu = LazyGpu(0)
+    sending, receiving = gpu.process(), gpu.process()
+    outlet, inlet = _pair(sending, receiving)
+    outlet.send(torch.ones(4))
+    while sending.stream.begun:
+        gpu.run_one_operation()
+    received = torch.zeros(4)
+    inlet.receive(received)
+    outlet._events[0].record()
+    _die(gpu, sending, outlet)
+    _leave(inlet)
+    assert torch.equal(received, torch.ones(4))
 
 
 class _Said:

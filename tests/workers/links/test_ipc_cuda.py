@@ -1,9 +1,11 @@
 """Memory shared by CUDA IPC, with a scripted runtime: the calls that it gets, and what is freed if one fails."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +110,24 @@ def test_what_cannot_be_opened_is_refused_and_closed(monkeypatch: pytest.MonkeyP
     assert runtime.closed == [POINTER]
     with pytest.raises(RuntimeError, match="a handle of 3 bytes"):
         sharing.open_memory(b"abc", 8)
+
+
+def test_an_event_is_asked_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace(from_ipc_handle=lambda *_: SimpleNamespace(query=answers.__next__)))
+    event = CudaIpc(torch.device("cuda:0")).open_event(HANDLE)
+    assert [event.query(), event.query()] == [False, True]
+
+
+def test_a_process_that_cannot_go_on_ends_with_an_error_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not by ``sys.exit``, which ends a thread only; and Python's way to exit would wait for the GPU."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    CudaIpc(torch.device("cuda:0")).end_process("the GPU waits for a dead process")
+    assert ended == [1]
+    assert "this process ends, and gets a new one: the GPU waits for a dead process" in caplog.text
 
 
 def test_both_ends_learn_of_it_and_may_use_the_host(

@@ -14,14 +14,13 @@ import psutil
 import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
-from host_ipc import HostIpc
+from lazy_groups import HERE, LAZY, THERE, BetweenPlaces
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
-from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannel, ProcessGroupChannelFactory, interface_for_address
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener
 from tramontane.workers.stage.stage_link import StageLink
@@ -32,30 +31,16 @@ ARGS = tiny_args(n_layers=3)
 HOST = "127.0.0.1"
 
 
-class BetweenPlaces:
-    """Edges as between GPUs, from one that listens to one that connects."""
-
-    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation) -> None:
-        self._listening, self._connecting = (
-            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory("gloo")))
-            for place in (listening, connecting)
-        )
-
-    def listen(self, host: str) -> Listener:
-        return self._listening.listen(host)
-
-    def connect(self, address: Address, host: str, /) -> Channel:
-        return self._connecting.connect(address, host)
-
-
-HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
 EDGES: list[ChannelFactory] = [
     TcpChannelFactory(),
     ProcessGroupChannelFactory("gloo"),
     BetweenPlaces(HERE, HERE),
     BetweenPlaces(HERE, THERE),
+    BetweenPlaces(HERE, THERE, LAZY),
 ]
-every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
+every_kind = pytest.mark.parametrize(
+    "edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs", "two GPUs, connected in the first call"]
+)
 
 
 def _workers(num_stages: int) -> list[StageWorker]:

@@ -1,0 +1,201 @@
+"""What a stage takes of a GPU besides weights and cache: against the tensors of real layers, and what was measured."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import latent_args, random_model, split_model, tiny_args, tiny_plan
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.planning.draft_plan import plan_draft_model
+from tramontane.cluster.planning.hardware import Gpu, Hardware
+from tramontane.cluster.planning.plan_search import plan_pipeline
+from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget
+from tramontane.cluster.planning.runtime_memory import (
+    HELD_SHARE,
+    HELD_TIMES,
+    LOGIT_BYTES,
+    MIB,
+    PROMPT_LOGITS,
+    SAMPLING_BYTES,
+    RuntimeMemory,
+    config_runtime,
+    gpu_runtime,
+    padded_rows,
+    widest_activations,
+)
+from tramontane.proto.byte_size import GIB
+from tramontane.proto.errors import PlanError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.presets import PRESETS
+from tramontane.proto.request import SamplingParams
+from tramontane.workers.model.rotary import rotary_tables
+from tramontane.workers.sampling import logprobs
+from tramontane.workers.sampling.logprobs import token_logprobs
+from tramontane.workers.sampling.sampler import _sample_randomly
+from tramontane.workers.stage import cuda_graphs
+
+MISTRAL = PRESETS["mistral-7b-v0.1"]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that the tensors made in its block had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return out
+
+
+@contextmanager
+def _live_bytes() -> Iterator[_LiveBytes]:
+    with torch.inference_mode(), _LiveBytes() as live:
+        yield live
+
+
+@pytest.mark.parametrize(
+    "args", [tiny_args(n_layers=2, moe=False), tiny_args(n_layers=2), latent_args(n_layers=2)], ids=["dense", "experts", "latent"]
+)
+def test_activations_are_those_of_a_layer(args: ModelArgs) -> None:
+    """Here without fused operations, which need somewhat more; so less than what is planned, and not by an order of magnitude."""
+    num_tokens, model = 256, split_model(random_model(args), tiny_plan(args))[0].model
+
+    def attend(_layer: int, q_THd: Tensor, *_: object) -> Tensor:
+        return torch.zeros_like(q_THd)
+
+    hidden_TD = torch.randn(num_tokens, args.dim)
+    rotary = rotary_tables(torch.arange(num_tokens), args, torch.float32, model.rotary_frequencies)
+    with _live_bytes() as live:
+        model(hidden_TD, rotary, attend)
+    needed = widest_activations(args, experts_inside=True) * 4 * num_tokens
+    assert needed / 2 < live.peak <= needed * HELD_TIMES / HELD_SHARE
+
+
+def test_logits_are_counted_as_they_are_sampled() -> None:
+    logits_SV = torch.randn(64, 1000)
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=1)
+    with _live_bytes() as live:
+        _sample_randomly(logits_SV, [(params, position) for position in range(64)], has_exact_sums=False)
+    assert 0.5 * SAMPLING_BYTES < live.peak / logits_SV.numel() <= SAMPLING_BYTES
+
+
+@pytest.mark.parametrize("has_exact_sums", [False, True])
+def test_logits_of_prompts_are_counted_as_they_are_scored(has_exact_sums: bool) -> None:
+    logits_RV = torch.randn(64, 1000)
+    with _live_bytes() as live:
+        token_logprobs(logits_RV, [1] * 64, [20] * 64, has_exact_sums)
+    assert live.peak <= SAMPLING_BYTES * logits_RV.numel()
+    assert PROMPT_LOGITS == logprobs.MAX_LOGITS
+
+
+def test_the_sums_are_those_of_the_example() -> None:
+    found = gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128)
+    logits = 128 * 32_000 + 2**22
+    assert found.as_data() == {
+        "context": 800 * MIB,
+        "workspaces": 64 * MIB,
+        "activations": 432 * MIB * 9 // 2,
+        "graphs": int(13.5 * MIB) + int(15.625 * MIB),
+        "logits": 52 * logits,
+        "total": found.total,
+    }
+    assert found.total == 800 * MIB + 64 * MIB + 1944 * MIB + int(29.125 * MIB) + 52 * logits
+    assert (LOGIT_BYTES, SAMPLING_BYTES) == (4, 48)
+
+
+def test_what_was_measured_is_less() -> None:
+    """On an H100: two stages of a tiny model, and one with half of Mistral 7B, besides weights and cache, 2,794 MiB."""
+    assert gpu_runtime(tiny_args(), "bfloat16", 512, 64, num_sampled=64).total > 840 * MIB
+    assert 2794 * MIB < gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128).total < 1.2 * 2794 * MIB
+
+
+def test_a_step_samples_no_more_than_its_tokens() -> None:
+    few, many = (gpu_runtime(MISTRAL, "bfloat16", 512, 512, num_sampled=number).logits for number in (512, 4096))
+    assert few == many
+
+
+def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
+    config = EngineConfig(max_num_seqs=16)
+    drafting = _config(max_num_seqs=16, speculative_config={"num_speculative_tokens": 3})
+    plain, drafted = (config_runtime(each, MISTRAL, "bfloat16").logits for each in (config, drafting))
+    assert drafted - plain == 48 * 32_000 * 52
+    mixtral = PRESETS["mixtral-8x7b"]
+    inside, outside = (config_runtime(config, mixtral, "bfloat16", experts_inside=each).activations for each in (True, False))
+    assert inside > 2 * outside
+
+
+def test_graphs_have_room_for_the_most_decodes() -> None:
+    for number in range(1, 600):
+        assert cuda_graphs.padded_rows(number) <= padded_rows(number) < number + 16
+
+
+@pytest.mark.parametrize(("memory", "runtime", "usable"), [(80, None, 72), (80, 3, 72), (20, 3, 17), (30, 3, 27), (2, 3, 0)])
+def test_a_tenth_is_left_and_more_where_it_is_needed(memory: int, runtime: int | None, usable: int) -> None:
+    needed = None if runtime is None else RuntimeMemory(runtime * GIB, 0, 0, 0, 0)
+    assert StageBudget(memory * GIB, runtime=needed).usable == usable * GIB
+
+
+@pytest.mark.parametrize("stages_per_gpu", [1, 2, 4])
+def test_stages_that_share_a_gpu_leave_room_for_each_process(stages_per_gpu: int) -> None:
+    """The figures of the H100; of four stages each would have had 1.98 GiB left by the share alone."""
+    config = EngineConfig(
+        stages_per_gpu=stages_per_gpu, max_num_batched_tokens=4096, max_num_seqs=10_000, max_model_len=8192, dtype="bfloat16"
+    )
+    total, runtime = 85_017_493_504, config_runtime(config, MISTRAL, "bfloat16").total
+    hardware = Hardware((16,), (GIB,), (Gpu("H100", total),))
+    plan = plan_pipeline(config, MISTRAL, hardware)
+    assert len(plan.stages) == stages_per_gpu
+    taken = [stage.packed_bytes + stage.cache_bytes for stage in plan.stages]
+    share = total // stages_per_gpu
+    assert max(taken) <= min(share * MEMORY_SHARE, share - runtime)
+    assert sum(taken) + stages_per_gpu * runtime <= total
+    assert max(taken) > 0.98 * min(share * MEMORY_SHARE, share - runtime), "it is used"
+
+
+def test_without_a_gpu_nothing_else_is_counted() -> None:
+    config = EngineConfig(stages=1, max_num_seqs=10_000, max_model_len=64)
+    (stage,) = plan_pipeline(config, tiny_args(n_layers=2), Hardware((2,), (4 * MIB,))).stages
+    assert 0.8 * 4 * MIB < stage.packed_bytes + stage.cache_bytes <= 4 * MIB * MEMORY_SHARE
+
+
+def test_a_model_that_does_not_fit_with_the_rest_is_refused_with_it() -> None:
+    config = _config(max_model_len=64)
+    with pytest.raises(PlanError) as refused:
+        plan_pipeline(config, tiny_args(n_layers=2), Hardware((2,), (GIB,), (Gpu("L4", GIB),)))
+    runtime = config_runtime(config, tiny_args(), "float32").total
+    said = f"and may use 0 B, as CUDA, activations and logits take {runtime / GIB:.3g} GiB of 1 GiB; possible: 1 GPU of 2 GiB"
+    assert said in str(refused.value)
+
+
+def _config(**settings: Any) -> EngineConfig:  # noqa: ANN401
+    return EngineConfig.build(None, settings)
+
+
+def test_a_draft_model_leaves_room_for_its_process() -> None:
+    drafts = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 2}
+    config = _config(max_num_seqs=1000, max_model_len=1024, speculative_config=drafts, dtype="float32")
+    gpu = Gpu("L4", 4 * GIB)
+    args = tiny_args(n_layers=2, max_seq_len=1024, window=None)
+    target = plan_pipeline(_config(max_num_seqs=1000, max_model_len=1024), args, Hardware((2,), (GIB,), (gpu,)))
+    small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)  # 16 MiB for a sequence
+    stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu,)))
+    runtime = config_runtime(config, small, "float32").total
+    assert runtime > 4 * GIB * (1 - MEMORY_SHARE)
+    assert 0.98 * (4 * GIB - runtime) < stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime
