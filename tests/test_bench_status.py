@@ -232,9 +232,9 @@ def _chaos(
     return {"_running_cluster": nullcontext_of(), "_chaos": _returns_later(report)}
 
 
-def _clock_jumps(_bench: Any, failed: int = 0, different: int = 0, recoveries: int = 0, after: float = 0.98) -> Patches:  # noqa: ANN401
+def _clock_jumps(_bench: Any, failed: int = 0, different: int = 0, recoveries: int = 0, after: float = 0.981) -> Patches:  # noqa: ANN401
     report = {"requests": 9, "failed": ["x"] * failed, "different": ["x"] * different, "recoveries": recoveries}
-    report["ratios"] = report["processor_ratios"] = {"nothing": [0.5], "a stage": [0.1, after, 9.9]}
+    report["ratios"] = report["processor_ratios"] = {"nothing": [0.5], "a stage": [0.5 * after, after, 2 * after]}
     patches = {
         "settable_clocks": nullcontext_of(),
         "local_ray_cluster": nullcontext_of(),
