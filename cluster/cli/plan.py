@@ -30,7 +30,7 @@ from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLit
 from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
 from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.end_tokens import NOTHING_ENDS
-from tramontane.proto.errors import ConfigError, PlanError
+from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import resolve_model_args
 from tramontane.proto.plan import PipelinePlan
@@ -72,6 +72,9 @@ def plan(
     args = resolve_model_args(expand_home(model))  # a --config file may have ~
     if not args.eos_token_ids:
         Console(stderr=True, highlight=False).print(f"note: {NOTHING_ENDS % model}", soft_wrap=True)
+    if problem := _problem_of_weights(expand_home(model), args):
+        note = f"note: the plan is of the configuration alone; with these weights no server would start: {problem}"
+        Console(stderr=True, highlight=False).print(note, soft_wrap=True, markup=False)
     settings = _settings(context)
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
@@ -114,6 +117,19 @@ def plan(
         console.print(f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory", soft_wrap=True)
     if experts is not None:
         _show_experts(console, experts)
+
+
+def _problem_of_weights(folder: Path, args: ModelArgs) -> str:
+    """Return what is wrong with the weights in a folder, by their headers; nothing if there are none yet."""
+    if not (folder.is_dir() and any(folder.glob("*.safetensors*"))):
+        return ""
+    from tramontane.workers.weights.checkpoint import Checkpoint  # imports NumPy
+
+    try:
+        Checkpoint(folder).check(args)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _describe_stages(num_stages: int, per_gpu: int, has_gpus: bool) -> str:

@@ -21,7 +21,7 @@ class JobStorage:
     """A folder at a URL, created by the first write. Methods block. Raises ConfigError for unknown URLs."""
 
     def __init__(self, url: str) -> None:
-        self._filesystem, self._root = open_filesystem(url, "the jobs' storage")
+        self._filesystem, self._root = open_filesystem(url, "the jobs' storage (jobs_storage)")
         self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None  # on this machine
 
     def write(self, path: str, pieces: Iterable[bytes]) -> int:
@@ -78,11 +78,13 @@ class StorageFile:
 
 
 def open_filesystem(url: str, what: str, **options: Any) -> tuple[AbstractFileSystem, str]:  # noqa: ANN401 - of its scheme
-    """Return a URL's file system and path. Raises ConfigError, which calls the URL ``what``, for an unknown scheme."""
+    """Return a URL's file system and path. Raises ConfigError, which calls the URL ``what``, if it cannot be used."""
     try:
         filesystem, path = url_to_fs(url, **options)
     except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
         raise ConfigError(f"{what} is {redact(url)!r:.200}: {redact(str(error))}") from None
+    except Exception as error:  # some connect, or open a file, and have errors of their own
+        raise ConfigError(f"{what} is {redact(url)!r:.200}, which cannot be used: {describe(error)}") from None
     return filesystem, str(path)
 
 

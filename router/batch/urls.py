@@ -155,7 +155,7 @@ def _http_prefix(prefix: str) -> _HttpPrefix:
 
 
 def _store_prefix(prefix: str) -> _StorePrefix:
-    filesystem, path = open_filesystem(prefix, "a prefix of URLs")
+    filesystem, path = open_filesystem(prefix, "a prefix of URLs (jobs_url_prefixes)")
     if (is_local := isinstance(filesystem, LocalFileSystem)) and prefix.partition("://")[0] not in LOCAL_SCHEMES:
         raise ConfigError(
             f"{redact(prefix)!r} is a prefix of no URL; those of files begin with file:///"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_args, write_tokenizer
 
 from tramontane.cluster.cli import main as cli
+from tramontane.proto.errors import TramontaneError
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
@@ -419,6 +420,31 @@ def test_a_broken_folder_is_answered_by_one_line(
     message = _answer(refused, folder)
     assert str(folder / way.names) in message
     assert way.says in message
+
+
+@pytest.mark.parametrize(("layout", "name"), WAYS, ids=lambda part: part.name.lower() if isinstance(part, Layout) else part)
+def test_a_plan_says_what_a_server_would_refuse(
+    whole: dict[Layout, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: Layout, name: str
+) -> None:
+    """In the same words: it is refused, too, if the configuration is wrong, and has a note if the weights are.
+
+    A plan needs no tokenizer, and no weights.
+    """
+    way, folder = WAYS[layout, name], shutil.copytree(whole[layout], tmp_path / "model")
+    way.damage(folder)
+    try:
+        cli.app(["plan", "--model", str(folder), "--gpu-memory", "4GiB"], standalone_mode=False)
+        said, is_planned = capsys.readouterr().err, True
+    except TramontaneError as error:
+        said, is_planned = str(error), False
+    has_note = "note: the plan is of the configuration alone" in said
+    if "tokenizer" in way.names + way.says or (is_planned and not any(folder.glob("*.safetensors*"))):
+        assert is_planned
+        assert not has_note
+        return
+    assert way.says in said
+    assert str(folder / way.names) in said
+    assert has_note == is_planned
 
 
 def test_every_fault_has_an_answer_of_its_own() -> None:

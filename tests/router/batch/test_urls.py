@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tramontane.proto.errors import ConfigError, JobRefusedError
 from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import urls
+from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.urls import UrlReader
 
 SECRET = b"a secret"
@@ -98,6 +99,20 @@ def test_a_link_that_appears_after_the_check_leads_nowhere(
 def test_a_prefix_is_a_url_with_a_scheme_that_is_known(prefix: str) -> None:
     with pytest.raises(ConfigError, match="prefix of URLs"):
         UrlReader(["file:///data/in", prefix])
+
+
+@pytest.mark.parametrize("prefix", ["ftp://127.0.0.1:1/x", "ftp://no-such-host.invalid/x", "zip://x"])
+def test_a_prefix_or_a_storage_that_cannot_be_used_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """Some file systems connect, or open a file, as soon as they are made."""
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for make, name in ((lambda: UrlReader([prefix]), "jobs_url_prefixes"), (lambda: JobStorage(prefix), "jobs_storage")):
+        with pytest.raises(ConfigError) as refused:
+            make()
+        assert f"({name}) is {prefix!r}, which cannot be used: " in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_links_that_stay_inside_are_followed_and_others_are_not(folders: Folders) -> None:
