@@ -8,6 +8,7 @@ from typing import Any
 SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOKENIZER, TEKKEN = "tokenizer.json", "tekken.json"
 TEKKEN_EOS, QUOTED_EOS = "</s>", b'"</s>"'
+MAX_DIGITS = 10  # of an id that is written as a key; Python refuses to read thousands
 OLD_TEKKEN_EOS = 2  # files of the first versions do not list special tokens (mistral-common, tekken.py)
 
 NOTHING_ENDS = (
@@ -41,7 +42,7 @@ def _named_ids(folder: Path) -> Iterator[int]:
 def _ids_of(name: str, settings: dict[str, Any], folder: Path) -> Iterator[int]:
     """Yield the ids that files give a token, the most specific first; the largest file is read last."""
     for token_id, token in _object(settings.get("added_tokens_decoder")).items():
-        if _text(token) == name and token_id.isdecimal():
+        if _text(token) == name and token_id.isdecimal() and len(token_id) < MAX_DIGITS:
             yield int(token_id)
     yield from _number(_object(_read(folder / ADDED_TOKENS)).get(name))
     tokenizer = _object(_read(folder / TOKENIZER))

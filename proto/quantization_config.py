@@ -100,7 +100,7 @@ def check_tensor_names(names: Iterable[str], is_quantized: bool, source: str) ->
 def unsupported_quantization(name: str, source: str) -> CheckpointError:
     """Return the error for a checkpoint that is quantized in an unknown format."""
     return CheckpointError(
-        f"{source}: weights quantized as {name} are not supported, which need kernels of their own; supported are "
+        f"{source}: weights quantized as {name} are not supported: they need kernels of their own; supported are "
         "FP8 with one scale for each matrix, as Mistral publishes it, and weights in bfloat16, float16 or float32; "
         "use the model's folder without quantization: --quantize makes its weights smaller while they are loaded"
     )

@@ -32,7 +32,7 @@ class ApiKeys:
     def __init__(self, keys: Iterable[SecretStr] = (), file: Path | None = None) -> None:
         texts = [key.get_secret_value() for key in keys]
         if len(texts) > MAX_KEYS or not all(map(KEY.fullmatch, texts)):
-            raise ConfigError(f"--api-key must be printable ASCII without spaces, at most {MAX_KEYS} times")
+            raise ConfigError(f"--api-key must be printable ASCII without spaces, and may be given {MAX_KEYS} times at most")
         self._fixed = frozenset(map(_digest, texts))
         self._file = file
         self._file_version: Stamp | None = None

@@ -186,13 +186,16 @@ class ConfigFile:
     def read(cls, path: Path) -> Self:
         """Read the file. Raises ConfigError if it cannot be read, is not valid YAML or has unknown keys."""
         try:
-            keys = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            text = path.read_text(encoding="utf-8")
+            keys, twice = yaml.safe_load(text) or {}, _repeated_key(yaml.compose(text, yaml.SafeLoader))
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
         except yaml.MarkedYAMLError as error:
             raise ConfigError(f"--config {path} is not valid YAML{_position(error)}") from None
         except (yaml.YAMLError, UnicodeDecodeError):
             raise ConfigError(f"--config {path} is not valid YAML: it holds characters that are not allowed") from None
+        if twice:
+            raise ConfigError(f"--config {path} has {twice} twice; remove one of them")
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
@@ -220,6 +223,23 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _hint(unknown: str) -> str:
     return did_you_mean(unknown, EngineConfig.key_names()) or "; tramontane config prints all keys"
+
+
+def _repeated_key(node: yaml.Node | None) -> str:
+    """Return a key that a mapping of the file has twice, with - or with _, and the line of the second; else nothing."""
+    if isinstance(node, yaml.SequenceNode):
+        return next(filter(None, map(_repeated_key, node.value)), "")
+    if not isinstance(node, yaml.MappingNode):
+        return ""
+    seen = set[str]()
+    for key, value in node.value:
+        name = str(key.value).replace("-", "_")
+        if name in seen:
+            return f"{key.value!s:.100} (again in line {key.start_mark.line + 1})"
+        seen.add(name)
+        if inner := _repeated_key(value):
+            return inner
+    return ""
 
 
 def _position(error: yaml.MarkedYAMLError) -> str:

@@ -60,10 +60,13 @@ class FairQueue:
 
     def _enter(self, account: int) -> None:
         """Put an account into the heap whose turn may be earlier than what it has there."""
-        if (turn := self._turn(account)) is None:
-            return
-        heappush(self._turns, turn)
-        if len(self._turns) > 2 * len(self._by_account) + 16:  # most are of requests that have been cancelled
+        if (turn := self._turn(account)) is not None:
+            heappush(self._turns, turn)
+            self._forget_most()
+
+    def _forget_most(self) -> None:
+        """Forget entries of accounts that have gone or come again, if they are most: of requests that were cancelled."""
+        if len(self._turns) > 2 * len(self._by_account) + 16:
             self._turns = [turn for account in self._by_account if (turn := self._turn(account))]
             heapify(self._turns)
 
@@ -93,8 +96,7 @@ class FairQueue:
         if not queue:
             del self._by_account[sequence.account]
         self._shares.stop_waiting(sequence.account)
-        if not self._by_account:
-            self._turns.clear()
+        self._forget_most()
 
     def check_integrity(self) -> None:
         """Assert the order of every queue, and that the one whose turn it is has been found."""

@@ -148,7 +148,16 @@ def test_the_eos_of_tekken_is_that_of_mistral_common(tmp_path: Path) -> None:
     assert tokenizer_eos_ids(tmp_path, 10_000) == (Tekkenizer.from_file(path).eos_id,) == (3,)
 
 
-@pytest.mark.parametrize("damage", ["[", "[1]", '{"eos_token": 3}', '{"eos_token": "x", "added_tokens_decoder": [1]}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"eos_token": "x", "added_tokens_decoder": {"%s": {"content": "x"}}}' % ("9" * 5000),
+        "[",
+        "[1]",
+        '{"eos_token": 3}',
+        '{"eos_token": "x", "added_tokens_decoder": [1]}',
+    ],
+)
 def test_damaged_files_name_no_token(damage: str, tmp_path: Path) -> None:
     """Loading the tokenizer reports them."""
     for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "tokenizer", "tekken"):

@@ -77,6 +77,20 @@ def test_requests_that_come_and_go_are_not_compared_with_all_that_wait(monkeypat
     assert num_compared <= 6 * 500
 
 
+def test_requests_that_are_cancelled_while_they_wait_leave_nothing() -> None:
+    turns = Turns()
+    waiting = [_of(0, seq_id) for seq_id in range(100)]
+    turns.push(*waiting)
+    for sequence in waiting[:0:-1]:
+        turns.queue.remove(sequence)
+        turns.queue.check_integrity()
+    for _ in range(100):  # the same key again and again
+        turns.push(comes_again := _of(FEW, 200))
+        turns.queue.remove(comes_again)
+        turns.queue.check_integrity()
+    assert turns.begin().seq_id == 0
+
+
 def test_a_key_whose_prompt_is_cancelled_goes_before_those_that_have_had_more() -> None:
     turns = Turns()
     turns.push(_of(FLOOD, 0, 100), _of(FEW, 1, 10))
