@@ -263,7 +263,7 @@ def test_a_file_that_takes_too_long_is_an_error_of_the_storage(tmp_path: Path) -
         file = await service.upload("in.jsonl", "batch", iter([requests(1)]))
         service._reads.close()
         service._reads = StorageThreads(timeout_s=0.0)
-        with pytest.raises(JobStoreError, match="too long"):
+        with pytest.raises(JobStoreError, match=r"has not delivered a file within 3600 s"):
             await service.content(file.file_id)
         service.close()
 
