@@ -1,5 +1,6 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -38,6 +39,8 @@ from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
 from tramontane.workers.weights.tensor_spec import ProgressCallback
 from tramontane.workers.weights.tensor_specs import stage_tensors
+
+logger = logging.getLogger(__name__)
 
 NOT_FENCED, WARM_UP_EPOCH = -1, -2
 
@@ -157,14 +160,19 @@ class StageWorker:
     def warm_up(self) -> None:
         """Compute the steps of ``warm_up.py``, before the first fence. No sequence remains, and what a page holds is not read.
 
-        Raises what the device raises where it has too little memory for the longest prompt.
+        Prompts for which the device has no memory are left out: a micro-batch may have fewer tokens at most.
         """
         assert self.epoch == NOT_FENCED
         for run in warm_up_runs(self.plan, WARM_UP_EPOCH):
             self._begin_epoch(WARM_UP_EPOCH)
-            for batch in run:
-                hidden_TD = torch.zeros(batch.num_tokens, self.plan.args.dim, dtype=self.dtype)
-                self.step(batch, None if self.plan.is_first else Activation(hidden_TD, ()))
+            try:
+                for batch in run:
+                    hidden_TD = torch.zeros(batch.num_tokens, self.plan.args.dim, dtype=self.dtype)
+                    self.step(batch, None if self.plan.is_first else Activation(hidden_TD, ()))
+            except torch.OutOfMemoryError:
+                why = "%s has no memory for a micro-batch of %d tokens; the first of this size, if any, takes longer"
+                logger.warning(why, self.plan.label, batch.num_tokens)
+                torch.cuda.empty_cache()  # what the others need may be in pieces
         self._begin_epoch(NOT_FENCED)
         self.model.clear_expert_load()
 

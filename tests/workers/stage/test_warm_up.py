@@ -12,6 +12,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
+from tramontane.workers.stage.activation import Activation, Outcome
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
 from tramontane.workers.stage.warm_up import LONGEST, warm_up_runs
 
@@ -67,6 +68,27 @@ def test_nothing_remains_of_it(num_stages: int) -> None:
         assert isinstance(incoming, StepResult)
         results.append((incoming.token_ids, incoming.logprobs))
     assert results[0] == results[1]
+
+
+def test_prompts_for_which_there_is_no_memory_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = tiny_plan(FULL, max_num_seqs=3)
+    (worker,) = split_model(random_model(FULL), plan)
+    computed, step = list[int](), StageWorker.step
+
+    def with_little_memory(self: StageWorker, batch: MicroBatch, incoming: Activation | None) -> Outcome:
+        if batch.num_tokens > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        computed.append(batch.num_tokens)
+        return step(self, batch, incoming)
+
+    monkeypatch.setattr(StageWorker, "step", with_little_memory)
+    worker.warm_up()
+    assert computed == [16, 16, 32, 32, 50, 50, 2, 52]
+    assert [record.args for record in caplog.records] == [(plan.stages[0].label, n) for n in (64, 64, 100, 100)]
+    worker.fence(0)
+    assert worker.table.slots == {}
 
 
 @pytest.mark.parametrize(("device", "experts_inside", "warms_up"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
