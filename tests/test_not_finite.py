@@ -189,13 +189,14 @@ def test_drafts_after_it_are_void_and_drafts_of_it_too(
     assert scheduler.draft_counts.num_draft_tokens > 20
 
 
-def test_log_probabilities_of_a_prompt_end_it(pipelines: Pipelines) -> None:
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_log_probabilities_of_a_prompt_end_it(pipelines: Pipelines, kind: str) -> None:
     """Also where the prompt's last token, after a whole window, would not show it, and before its last chunk is computed."""
-    plan = pipelines.plan("dense")
+    plan = pipelines.plan(kind)
     prompt = [TRIGGER, *random_ids(150, 5, TRIGGER)]
     wish = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
     longer = replace(wish, max_tokens=40)  # than what of the prompt is in flight when it ends
-    answers = _answers(pipelines.stages("dense", plan), _scheduler(plan, budget=32), [prompt, PROMPTS[0]], [wish, longer])
+    answers = _answers(pipelines.stages(kind, plan), _scheduler(plan, budget=32), [prompt, PROMPTS[0]], [wish, longer])
     assert answers[0].events == (FAILED,)
     assert answers[0].logprobs == ()
     assert answers[1].events[-1].finish is FinishReason.LENGTH

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from configurations import CONFIGURATIONS, HUGGING_FACE, MISTRALS_OWN, REFUSED
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import app
@@ -61,6 +62,15 @@ def test_a_folder_is_refused_by_plan_and_serve_in_the_same_words(
     for load_format in ("dummy", "auto"):
         assert refused("serve", "--model", folder, "--load-format", load_format) == message
     assert not served
+
+
+def test_tensors_of_a_single_file_are_read_in_its_header(tmp_path: Path, refused: Refused) -> None:
+    """As those in an index are."""
+    folder = _folder(tmp_path, "mistral-7b-v0.3")
+    layer = "model.layers.0.self_attn.q_proj"
+    save_file({f"{layer}.qweight": torch.zeros(1), f"{layer}.qzeros": torch.zeros(1)}, folder / "model.safetensors")
+    message = refused("plan", "--model", folder, "--gpu-memory", "80GiB")
+    assert f"{folder / 'model.safetensors'}: weights quantized as AWQ or GPTQ, as the tensor" in message
 
 
 @pytest.mark.parametrize("name", ["AWQ in a file of its own", "GGUF", "EAGLE with a model's name", "MLX", "pickles", "Medusa"])

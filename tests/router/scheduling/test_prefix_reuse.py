@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
 from tramontane.router.scheduling import prefix_cache
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.prefix_cache import first_page_seen, reusable_blocks
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -112,6 +113,25 @@ def test_nothing_of_a_sequence_that_is_not_finite_is_reused(
         assert is_bad or len(tokens) == 9
         assert NOT_FINITE_TOKEN not in tokens[:-1]
     assert pipe.scheduler.is_idle
+
+
+@pytest.mark.parametrize("is_in_flight", [True, False])
+def test_what_a_sequence_writes_after_it_was_forgotten_is_not_reused(is_in_flight: bool) -> None:
+    """A chunk of it may be in flight when a result shows that it is not finite. A window sees nothing of the first chunk."""
+    allocator = PageAllocator(new_cache(8, 4, 24), reuses_prefixes=True)
+    bad, same = _sequence(0, TEXTS[0][:64]), _sequence(1, (*TEXTS[0][:64], 901))
+    assert allocator.reserve_for_admission(bad)
+    for start in (0, 32):
+        allocator.allocate(bad, start, start + 32)
+        bad.num_dispatched, bad.is_started = start + 32, True
+        if start and is_in_flight:
+            allocator.forget(bad)
+        allocator.register_written()
+    if not is_in_flight:
+        assert allocator.count_cached(same), "it would be reused"
+        allocator.forget(bad)
+    allocator.release(bad)
+    assert allocator.count_cached(same) == 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (24,), (24, None)])

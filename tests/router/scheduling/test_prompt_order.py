@@ -44,6 +44,34 @@ def _run(pipe: FakePipeline) -> list[int]:
     return order
 
 
+def test_virtual_time_advances_by_fewer_tokens_than_there_are_accounts() -> None:
+    """Ten accounts, and steps of 4 tokens of one of them: 50 tokens are 5 for each. Who comes begins there."""
+    shares = FairShares()
+    for number in range(1, 11):
+        shares.begin(number, 100)
+    for _ in range(12):
+        shares.compute(1, 4)
+    shares.compute(1, 2)
+    shares.check_integrity()
+    shares.begin(11, 10)
+    assert shares.tag(11) == 5
+
+
+def test_a_prompt_is_charged_once_and_then_each_token_of_its_answer() -> None:
+    pipe = _pipe(budget=16)
+    sequence = _add(pipe, 0, 40, A, new=30)
+    _add(pipe, 1, 200, B)  # whose prompt is not finished yet when C's comes
+    for _ in range(8):
+        pipe.submit()
+        pipe.answer()
+    assert sequence.is_decoding
+    num_dispatched = sequence.num_dispatched
+    assert num_dispatched > 40
+    _add(pipe, 2, 10, C)  # for whose turn answers are charged
+    pipe.submit()
+    assert pipe.scheduler._shares[0].tag(A) == num_dispatched
+
+
 @pytest.mark.parametrize("owners", [(A, B), (0, 0), (A, A)])
 def test_a_short_prompt_waits_for_no_long_one(owners: tuple[int, int]) -> None:
     pipe = _pipe()

@@ -1,5 +1,6 @@
 """Log-probabilities of a row on a CPU depend neither on the other rows and what those ask for, nor on the number of threads."""
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -49,3 +50,17 @@ def test_equal_logits_are_chosen_whatever_others_ask_for(vocab: int) -> None:
     assert mixed[::3] == expected[::3]
     assert [len(top) for _, top in mixed[:3]] == [5, 20, 0]
     assert [chosen for chosen, _ in mixed] == [chosen for chosen, _ in expected]
+
+
+@pytest.mark.parametrize("has_exact_sums", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_has_none_and_changes_no_other(value: float, has_exact_sums: bool) -> None:
+    """Whichever of its tokens is asked for; minus infinity is the logit of a token of probability zero."""
+    logits_RV = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    expected = token_logprobs(logits_RV, [3, 4, 5, 6], [2, 2, 2, 2], has_exact_sums)
+    logits_RV[1, 7] = value
+    logits_RV[2] = -math.inf
+    found = token_logprobs(logits_RV, [3, 4, 5, 6], [2, 2, 2, 2], has_exact_sums)
+    assert found == [expected[0], None, None, expected[3]]
+    logits_RV[3, 40:] = -math.inf
+    assert token_logprobs(logits_RV, [3, 4, 5, 45], [2, 2, 2, 2], has_exact_sums)[3] is not None
