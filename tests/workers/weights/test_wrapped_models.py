@@ -312,7 +312,7 @@ def test_fp8_weights_without_a_word_in_the_configuration_are_refused(fp8_folder:
 def test_other_formats_are_refused_by_name(fp8_folder: Path, quantization: dict[str, Any], words: str) -> None:
     path = fp8_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match=rf"quantized as {words} are not supported, .* FP8 with one scale for each matrix"):
+    with pytest.raises(CheckpointError, match=rf"quantized as {words} are not supported: .* FP8 with one scale for each matrix"):
         read_model_args(fp8_folder)
 
 
