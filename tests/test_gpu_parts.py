@@ -126,11 +126,15 @@ def test_a_missed_figure_is_no_failure(gpu: ModuleType, code: int | None, rows: 
     assert gpu.state_of(code, rows) == state
 
 
-def test_a_part_that_hangs_is_killed_with_its_processes(gpu: ModuleType, tmp_path: Path, log: TextIO) -> None:
-    """A process of its own has a pipe open for writing, as does this test while the part runs; then nothing has."""
+@pytest.mark.parametrize("session", ["", "setsid"])
+def test_a_part_that_hangs_is_killed_with_its_processes(gpu: ModuleType, session: str, tmp_path: Path, log: TextIO) -> None:
+    """A process of its own has a pipe open for writing, as does this test while the part runs; then nothing has.
+
+    Also one of another session, as Ray's daemons are.
+    """
     os.mkfifo(pipe := tmp_path / "pipe")
     ours, theirs = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
-    hangs = ("sh", "-c", f"sleep {LONG_S} > {pipe} & sleep {LONG_S}")
+    hangs = ("sh", "-c", f"{session} sleep {LONG_S} > {pipe} & sleep {LONG_S}")
     report = gpu.run_part(gpu.Part(2, hangs, writes_rows=False), [], LONG_S, tmp_path, log)
     assert (report.state, report.rows) == ("timed out", None)
     os.close(theirs)

@@ -1,12 +1,13 @@
-"""Checks and figures of one GPU, in parts: each is a process of its own with a time limit of its own.
+"""Checks and figures of one GPU, and whole servers on it, in parts: each is a process with a time limit of its own.
 
     python tests/bench/gpu.py [--out FOLDER] [--budget 560] [--parts smoke,tests,...] [--device cuda] [--small]
 
 A CUDA error that makes a context unusable, a hang or a leak ends one part and no other. Parts are in the order of their worth.
 ``report.json`` in FOLDER (.bench/gpu) is written again after each: its state, seconds, rows, the end of its output, and the
 commit, which ``--commit`` names where git does not know it. ``log.txt`` has all output. ``gpu_report.py`` prints tables of such
-reports. Neither Ray nor a checkpoint is needed: weights are random, generated in place at the real geometry.
-``--small --device cpu`` tries every part on a CPU.
+reports. No checkpoint is needed: weights are random, generated in place at the real geometry. The parts ``serve-...`` need Ray,
+and run only where they are named. ``--small --device cpu`` tries every part on a CPU. What has not been started is printed last,
+as the ``--parts`` of the next call.
 
 A part of which a figure misses its target, and which is right in all else, has the state "missed" and not "failed". The exit
 status is 1 unless every part is "ok".
@@ -27,6 +28,7 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import psutil
 from targets import exit_status, none_of
 
 HERE = Path(__file__).parent
@@ -76,6 +78,10 @@ def _rows(*groups: str) -> tuple[str, ...]:
     return _program("gpu_rows.py", "--only", ",".join(groups))
 
 
+def _server(limit_s: int, name: str) -> Part:
+    return Part(limit_s, _program("gpu_server.py", name), needs_smoke=False)
+
+
 PARTS = {
     "machine": Part(15, ("bash", "-c", MACHINE), writes_rows=False, needs_smoke=False),
     "smoke": Part(90, _program("gpu_smoke.py"), needs_smoke=False),
@@ -103,6 +109,22 @@ PARTS = {
     "quantized": Part(120, _rows("quantized")),
     "pages": Part(90, _rows("pages")),
     "sanitizer": Part(150, _rows("sanitizer")),
+}
+SERVERS = {
+    f"serve-{name}": _server(limit_s, name)
+    for name, limit_s in {
+        "where": 40,
+        "one": 170,
+        "shared": 240,
+        "fp8": 130,
+        "exact": 170,
+        "mixtral": 150,
+        "latent": 120,
+        "correct": 90,
+        "disk": 200,
+        "store": 110,
+        "speculation": 110,
+    }.items()
 }
 
 
@@ -142,20 +164,24 @@ def run_parts(
     with (out / "log.txt").open("w") as log:
         for name in names:
             has_smoke_failed = "smoke" in reports and reports["smoke"].state != "ok"
-            if PARTS[name].needs_smoke and has_smoke_failed:
+            part = (PARTS | SERVERS)[name]
+            if part.needs_smoke and has_smoke_failed:
                 reports[name] = Report("skipped")
             else:
-                reports[name] = run_part(PARTS[name], flags, ends_at - time.monotonic(), out, log)
+                reports[name] = run_part(part, flags, ends_at - time.monotonic(), out, log)
             known = {n: asdict(each) | {"commit": commit} for n, each in reports.items()}
             (out / "report.json").write_text(json.dumps(known, indent=1))
             print(f"{name:16s} {reports[name].state:10s} {reports[name].seconds:6.1f} s", flush=True)
+    if left := [name for name, each in reports.items() if each.state == "no time"]:
+        print(f"not started: --parts {','.join(left)}", flush=True)
     return reports
 
 
 def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: TextIO) -> Report:
     """Run a part for at most its limit and ``left_s``.
 
-    Then its process group is killed in any case, so that nothing of it stays on the GPU.
+    Then its process group is killed in any case, and what it has started, so that nothing of it stays on the GPU: Ray's daemons
+    have groups of their own and outlive a server that is killed.
     """
     if left_s < min(part.limit_s, MIN_SECONDS):
         return Report("no time")
@@ -171,6 +197,10 @@ def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: Te
     code: int | None = None  # if it is killed
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(timeout=min(part.limit_s, left_s))
+    with suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -210,8 +240,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--commit", help="of the code, where git does not know it")
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS)}")
+    if unknown := set(options.parts) - set(PARTS | SERVERS):
+        parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS | SERVERS)}")
     return options
 
 

@@ -1,8 +1,9 @@
-"""Print reports of gpu.py as Markdown tables: the checks and figures of docs/benchmarks.md, then the best of each kernel.
+"""Print reports of gpu.py as Markdown tables: the checks and figures of docs/benchmarks.md, servers, the best of each kernel.
 
-    python tests/bench/gpu_report.py docs/reports/h200-2026-11-26-1.json [...]
+    python tests/bench/gpu_report.py docs/reports/h200-2026-11-26-1.json [...] [--before REPORT [...]]
 
-Rows of later reports replace those of earlier ones that have the same name, and kernels those of the same part.
+Rows of later reports replace those of earlier ones that have the same name, and kernels those of the same part. Figures of
+servers stand next to those of the reports of ``--before``.
 """
 
 import argparse
@@ -15,19 +16,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from gpu_server_report import server_table
 from targets import VERDICTS, exit_status
 
 Row = dict[str, Any]
 Report = dict[str, Any]  # parts by their names, each with state, seconds and rows
 TOKENS = (1, 16, 64)  # of the products that are shown
+TABLE_HEAD = 2  # lines of a table without rows
 DETAIL = 80  # characters at most, unless its first part is longer
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
-    reports = [json.loads(path.read_text()) for path in parser.parse_args().reports]
-    print("\n".join([*figures(reports), "", *kernels(reports)]))
+    parser.add_argument("--before", nargs="+", type=Path, default=[], metavar="REPORT")
+    options = parser.parse_args()
+    reports, earlier = ([json.loads(path.read_text()) for path in paths] for paths in (options.reports, options.before))
+    tables = [*figures(reports)], [*server_table(reports, earlier)], [*kernels(reports)]
+    print("\n\n".join("\n".join(table) for table in tables if len(table) > TABLE_HEAD))
     return exit_status([])
 
 
@@ -35,7 +41,7 @@ def figures(reports: Sequence[Report]) -> Iterator[str]:
     """Yield the table of figures and checks."""
     yield "| row | measured | target | met | detail |"
     yield "|---|---|---|---|---|"
-    rows = [row for report in reports for part in report.values() for row in part["rows"] or [] if "figure" in row]
+    rows = [row for report in reports for part in report.values() for row in _rows_of(part) if "figure" in row]
     for row in {row["name"]: row for row in rows}.values():
         yield _line(row["name"], row["figure"], row["wanted"], VERDICTS[row["holds"]], _first_parts(row["detail"]))
 
@@ -46,12 +52,18 @@ def kernels(reports: Sequence[Report]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     parts: dict[str, list[Row]] = {}
     for report in reports:
-        parts |= {name: part["rows"] for name, part in report.items() if part["rows"]}
+        parts |= {name: rows for name, part in report.items() if (rows := _rows_of(part))}
     for name, (case_of, way_of) in CASES.items():
         rows = [row for row in parts.get(name, ()) if "us" in row and case_of(row)]
         for case, each in groupby(sorted(rows, key=case_of), case_of):
             best = min(each, key=lambda row: row["us"])
             yield _line(name, case[-1], way_of(best), f"{best['us']:.0f}", _rate(best))
+
+
+def _rows_of(part: dict[str, Any]) -> list[Row]:
+    """Return the rows of a part, [] if it has none; those of a whole report within a report are that report's."""
+    rows = part["rows"] or []
+    return [row for each in rows.values() for row in _rows_of(each)] if isinstance(rows, dict) else rows
 
 
 def _first_parts(detail: str) -> str:

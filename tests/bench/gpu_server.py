@@ -1,0 +1,408 @@
+"""Whole servers on one GPU, over Ray and HTTP: when they are ready, their tokens, their speed under load, and faults.
+
+    python tests/bench/gpu_server.py PART [--device cuda] [--small] [--json FILE] [--port 8177]
+
+Parts of ``gpu.py``, which gives each a process and a limit: ``serve-`` and the name. Models have random weights, equal
+in every process (seeded by the names of tensors), so tokens can be compared between servers and after restarts; those of the
+first server lie in a file below the folder of temporary files, which a small run has next to FILE. Parts with a server end with
+status 1 if a request failed, or if tokens differ that have to be equal. ``--small --device cpu`` tries a part on a CPU.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, compared, load_row, random_prompts, run_streams
+
+TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
+TEMPORARY = Path(tempfile.gettempdir())
+STAGE_TITLE = "ray::StageActor"
+LINE_LENGTH = 300  # characters of a line of the server that a report has
+STOP_S, QUERY_S = 20, 10
+STREAMS = (1, 16, 64, 128)
+SHARED = ("--stages", "2", "--stages-per-gpu", "2", "--step-timeout", "15")
+DIRECT = (*SHARED, "--link", "direct")
+
+
+class Report:
+    """The rows of one part, saved after each. ``status`` is that of the exit: 1 after a row that does not hold."""
+
+    def __init__(self, file: Path | None, small: bool, port: int, is_on_gpu: bool) -> None:
+        self._file, self._began = file, time.monotonic()
+        self.small, self.port, self.is_on_gpu = small, port, is_on_gpu
+        self.rows: list[dict[str, Any]] = []
+        self.status = 0
+        self.folder = file.parent if small and file is not None else TEMPORARY  # of checkpoints, and of tokens to compare with
+        self.tokens = self.folder / "gpu_server_tokens.json"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def add(self, what: str, **row: object) -> None:
+        self.rows.append({"what": what, "at_s": round(time.monotonic() - self._began, 1), **row})
+        print(json.dumps(self.rows[-1]), flush=True)
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.rows, indent=1))
+
+    def check(self, what: str, wrong: int, **row: object) -> None:
+        """Add a row that holds if nothing was wrong."""
+        self.add(what, **row, wanted="at most 0 wrong", holds=wrong == 0)
+        self.status = max(self.status, int(wrong > 0))
+
+    def prompts(self, number: int, length: int, seed: int) -> list[Prompt]:
+        return random_prompts(number, length, seed, 900 if self.small else 30_000)
+
+    def of_size(self, real: int, small: int) -> int:
+        return small if self.small else real
+
+
+# A server
+
+
+def model_flags(report: Report, name: str = "mistral-7b-v0.1", seqs: int = 128) -> tuple[str, ...]:
+    """Return the flags of a model with random weights."""
+    if report.small:
+        return ("--model", str(checkpoint(report, name)), "--max-num-seqs", "16", "--threads-per-stage", "1")
+    dummy = ("--model", name, "--load-format", "dummy", "--max-num-seqs", str(seqs))
+    return (*dummy, "--max-num-batched-tokens", "4096", "--max-model-len", "8192")
+
+
+def checkpoint(report: Report, name: str) -> Path:
+    """Return the folder of a random checkpoint, small in a small run, which is written where it is missing."""
+    scale = "small" if report.small else "full"
+    folder = report.folder / f"gpu_server_{name}_{scale}"
+    if not folder.exists():
+        subprocess.run([*TRAMONTANE, "make-random", "--like", name, "--scale", scale, "--out", str(folder)], check=True)
+    return folder
+
+
+@contextmanager
+def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
+    """Run a server. Its row has the seconds until it was ready, the times of its progress lines, and the GPU's memory."""
+    ports = ("--port", str(report.port), "--grpc-port", str(report.port + 1))
+    process = subprocess.Popen(
+        [*TRAMONTANE, "serve", "--json", *ports, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        lines = _lines_until_ready(process)
+        report.add("ready", seconds=lines[-1][0], flags=" ".join(flags), progress=lines[:-1], gpu=gpu_memory())
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        end_tree(process.pid)
+        process.wait()
+
+
+def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, str]]:
+    """Return the lines with their seconds; a thread prints those that follow. RuntimeError if the process ends."""
+    began, lines, is_over = time.monotonic(), list[tuple[float, str]](), threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                after = round(time.monotonic() - began, 1)
+                print(f"[serve {after:6.1f}] {line.rstrip()[:LINE_LENGTH]}", flush=True)
+                if not is_over.is_set():
+                    lines.append((after, line.rstrip()[:LINE_LENGTH]))
+                if '"ready_after_s"' in line:
+                    is_over.set()
+        is_over.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    is_over.wait()
+    if not lines or '"ready_after_s"' not in lines[-1][1]:
+        raise RuntimeError(f"serve has ended: {lines[-3:]}")
+    return lines
+
+
+def stage_pids(server: psutil.Process) -> list[int]:
+    return sorted(each.pid for each in server.children(recursive=True) if _title(each).startswith(STAGE_TITLE))
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and all that it has started: Ray's daemons outlive a driver that was killed."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for each in [*parent.children(recursive=True), parent]:
+            with suppress(psutil.Error):
+                each.kill()
+
+
+def gpu_memory() -> str:
+    """Return the GPU's memory in MiB, used and total, and of each process where the driver says it; "" without a GPU."""
+    query = ("nvidia-smi", "--format=csv,noheader,nounits")
+    fields = ("--query-gpu=memory.used,memory.total", "--query-compute-apps=pid,used_memory")
+    with suppress(OSError, subprocess.SubprocessError):
+        found = [subprocess.run([*query, each], capture_output=True, text=True, timeout=QUERY_S, check=True) for each in fields]
+        return "; ".join(each.stdout.strip() for each in found)
+    return ""
+
+
+# Its load
+
+
+def load(report: Report, what: str, streams: int, shape: tuple[int, int] = (1024, 128), seed: int = 0, **more: Sampling) -> None:
+    """Add a row: clients that begin at once, with prompts and answers of these numbers of tokens."""
+    length, new_tokens = (32, 16) if report.small else shape
+    done = Load(streams, length, new_tokens, more.get("sampling", GREEDY), seed)
+    work = report.prompts(streams, length, 1000 * streams + seed)
+    began = time.monotonic()
+    traces = run_streams(report.url, work, new_tokens, done.sampling)
+    row = load_row(done, traces, time.monotonic() - began)
+    report.check(what, row["failed"], **row)
+
+
+def loads(report: Report, sizes: Sequence[int] = STREAMS, what: str = "load", **more: Sampling) -> None:
+    for size in (1, 4) if report.small else sizes:
+        load(report, what, size, **more)
+
+
+def cached_loads(report: Report) -> None:
+    """The same cached prompts twice, greedy and sampled, so that nothing but the sampling differs."""
+    size = report.of_size(64, 4)
+    load(report, "load, cached prompts", size)
+    load(report, "load, cached prompts, sampled", size, sampling=SAMPLED)
+
+
+def first_tokens(report: Report) -> None:
+    """Add a row: milliseconds to the first token of prompts that come alone, five of each length, none seen before.
+
+    They are in their order, because the first of a length may compile a kernel.
+    """
+    row = {}
+    for length in (4, 32) if report.small else (16, 256, 1024, 4096):
+        traces = [run_streams(report.url, [each], 2)[0] for each in report.prompts(5, length, 31 + length)]
+        row[f"of_{length}"] = [round(1000 * each.times[0], 1) if each.times else None for each in traces]
+    report.add("first token, alone, ms", **row)
+
+
+def tokens(report: Report, name: str, must_be_equal: bool = False) -> None:
+    """Compare the greedy tokens of 16 prompts with those of the first server that was asked for them."""
+    work = report.prompts(report.of_size(16, 4), report.of_size(200, 24), 7)
+    found = [each.ids for each in run_streams(report.url, work, report.of_size(64, 16))]
+    if not report.tokens.exists():
+        report.tokens.write_text(json.dumps(found))
+        report.add("tokens", of=name, reference=True, lengths=sorted({len(ids) for ids in found}))
+        return
+    row = compared(json.loads(report.tokens.read_text()), found)
+    if must_be_equal:
+        report.check("tokens", row["texts"] - row["equal"], of=name, **row)
+    else:
+        report.add("tokens", of=name, **row)
+
+
+def kill_under_load(report: Report, server: psutil.Process, victim: int, must_be_equal: bool = False) -> None:
+    """Kill a stage, by the order of process ids, while 16 streams run, and compare their tokens with those without a fault."""
+    work, new_tokens = report.prompts(report.of_size(16, 4), report.of_size(200, 24), 99), report.of_size(500, 120)
+    expected = run_streams(report.url, work, new_tokens)
+    before, killed_at = stage_pids(server), 0.0
+
+    async def kill(traces: list[Trace]) -> None:
+        nonlocal killed_at
+        while not all(len(each.ids) >= report.of_size(60, 8) or each.error for each in traces):
+            await asyncio.sleep(0.02)
+        os.kill(before[victim], signal.SIGKILL)
+        killed_at = time.monotonic()
+
+    found = run_streams(report.url, work, new_tokens, GREEDY, kill)
+    pauses = sorted(each.longest_gap(killed_at) for each in found)
+    row = compared([each.ids for each in expected], [each.ids for each in found])
+    incomplete = sum(len(each.ids) != new_tokens for each in found)
+    different = row["texts"] - row["equal"] if must_be_equal else 0
+    report.check(
+        f"kill -9 of stage process {victim}",
+        incomplete + different,
+        streams=len(work),
+        errors=[each.error for each in found if each.error][:2],
+        incomplete=incomplete,
+        pause_s=[round(statistics.median(pauses), 2), round(pauses[-1], 2)],
+        processes_before=len(before),
+        that_survived=len([pid for pid in before if pid in stage_pids(server)]),
+        **row,
+        gpu=gpu_memory(),
+    )
+
+
+# Parts
+
+
+def where(report: Report) -> None:
+    """What Ray, torch and the planner see of GPUs: if they do not agree, no server will use one."""
+    import ray
+    import torch
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+
+    from tramontane.cluster.planning.hardware import probe_local
+
+    hardware = probe_local()
+    counts = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(), torch.cuda.device_count(), len(hardware.gpus)
+    report.check("gpus", int(len(set(counts)) > 1), ray=counts[0], torch=counts[1], planner=counts[2])
+    report.add("planner", hardware=str(hardware), after_probe=gpu_memory())
+    free = {f"{path}_mb": psutil.disk_usage(path).free // 2**20 for path in ("/dev/shm", str(TEMPORARY))}
+    versions = {"ray": ray.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    report.add("versions", **versions, cpus=os.cpu_count(), memory_mb=psutil.virtual_memory().available // 2**20, **free)
+
+
+def one(report: Report) -> None:
+    with serving(report, *model_flags(report), "--stages", "1"):
+        load(report, "warm-up", 2)
+        tokens(report, "one stage")
+        first_tokens(report)
+        loads(report)
+        cached_loads(report)
+        load(report, "load again, other prompts", report.of_size(64, 4), seed=1)
+        load(report, "load as in TensorRT-LLM's tables", report.of_size(128, 4), (128, 128))
+
+
+def shared(report: Report) -> None:
+    """Two stages that share the GPU; each is killed once."""
+    with serving(report, *model_flags(report), *DIRECT) as server:
+        load(report, "warm-up", 2)
+        tokens(report, "two stages")
+        loads(report, STREAMS[:3])
+        for victim in (0, 1):
+            kill_under_load(report, server, victim)
+        tokens(report, "two stages after two faults")
+        load(report, "load after faults", report.of_size(64, 4), seed=1)
+
+
+def store(report: Report) -> None:
+    """The same with hidden states through Ray's object store."""
+    with serving(report, *model_flags(report), *SHARED, "--link", "object-store"):
+        load(report, "warm-up", 2)
+        tokens(report, "two stages, object store")
+        loads(report, (1, 64))
+
+
+def exact(report: Report) -> None:
+    """Batch-invariant: the tokens must be the same bit for bit after a fault, and whatever else is computed."""
+    report.tokens.unlink(missing_ok=True)
+    with serving(report, *model_flags(report), *DIRECT, "--batch-invariant") as server:
+        tokens(report, "batch-invariant")
+        loads(report, (16, 64))
+        kill_under_load(report, server, 0, must_be_equal=True)
+        tokens(report, "batch-invariant after a fault", must_be_equal=True)
+    report.tokens.unlink()
+
+
+def fp8(report: Report) -> None:
+    with serving(report, *model_flags(report), "--stages", "1", "--quantize", "fp8"):
+        load(report, "warm-up", 2)
+        loads(report)
+        load(report, "load as in TensorRT-LLM's tables", report.of_size(128, 4), (1000, 1000))
+
+
+def mixtral(report: Report) -> None:
+    with serving(report, *model_flags(report, "mixtral-8x7b", 64), "--stages", "1", "--quantize", "fp8"):
+        load(report, "warm-up", 2)
+        loads(report, STREAMS[:3])
+
+
+def speculation(report: Report) -> None:
+    config = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+    with serving(report, *model_flags(report), "--stages", "1", "--speculative-config", config):
+        load(report, "warm-up", 2)
+        loads(report, STREAMS[:2])
+
+
+def disk(report: Report) -> None:
+    """A checkpoint that is read from a disk: written here, so that the page cache has as much of it as fits; and read again."""
+    name, began = "mistral-7b-v0.1", time.monotonic()
+    folder = checkpoint(report, name)
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    report.add("written", seconds=round(time.monotonic() - began, 1), gib=round(num_bytes / 2**30, 3))
+    flags = ("--max-num-seqs", str(report.of_size(128, 16)), "--max-model-len", str(report.of_size(8192, 512)))
+    with serving(report, "--model", str(folder), *flags, "--stages", "1") as server:
+        load(report, "warm-up", 2)
+        loads(report, (1, 64))
+        kill_under_load(report, server, 0)
+
+
+def correct(report: Report) -> None:
+    """Two stages in float32 against transformers on the CPU, token by token, with a small random checkpoint."""
+    import torch
+    import transformers
+
+    name = "mistral-7b-v0.1"
+    folder = report.folder / f"gpu_server_{name}_small"
+    if not folder.exists():
+        subprocess.run([*TRAMONTANE, "make-random", "--like", name, "--scale", "small", "--out", str(folder)], check=True)
+    work, new_tokens = random_prompts(8, 48, 3, 900), 32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    expected = []
+    for prompt in work:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
+        expected.append(out[0, len(prompt) :].tolist())
+    with serving(report, "--model", str(folder), "--dtype", "float32", *(DIRECT if report.is_on_gpu else ("--stages", "2"))):
+        row = compared(expected, [each.ids for each in run_streams(report.url, work, new_tokens)])
+    report.check("against transformers", row["texts"] - row["equal"], **row)
+
+
+def latent(report: Report) -> None:
+    """Two layers of Small 4's geometry by themselves: the kernels at a width of 320, how long they compile, a step."""
+    import logging
+    from dataclasses import replace
+
+    from gpu_stage import running
+
+    from tramontane.proto.presets import preset, tiny_variant
+
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    args = preset("mistral-small-4-119b")
+    args = replace(tiny_variant(args) if report.small else args, n_layers=2, windows=(None,) * 2)
+    began, device = time.monotonic(), "cuda" if report.is_on_gpu else "cpu"
+    with running(args, device, max_num_seqs=64, max_len=report.of_size(2048, 256)) as runner:
+        seconds = round(time.monotonic() - began, 1)
+        report.add("loaded", seconds=seconds, numerics=str(runner.worker.numerics)[:2000], gpu=gpu_memory())
+        for batch in STREAMS[:3]:
+            prefill_s = runner.prefill(batch, report.of_size(1024, 32), 4096)
+            steps = runner.decode(20)
+            whole, on_device = (round(statistics.median(each) * 1000, 3) for each in (steps.whole, steps.device))
+            report.add("latent, 2 layers", batch=batch, prefill_s=round(prefill_s, 3), step_ms=whole, device_ms=on_device)
+
+
+PARTS: dict[str, Callable[[Report], None]] = {
+    each.__name__: each for each in (where, one, shared, exact, correct, fp8, mixtral, latent, store, speculation, disk)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--port", type=int, default=8177, help="of HTTP; gRPC has the next one")
+    options = parser.parse_args()
+    report = Report(options.json, options.small, options.port, options.device == "cuda")
+    PARTS[options.part](report)
+    return report.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

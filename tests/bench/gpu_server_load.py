@@ -1,0 +1,164 @@
+"""Streams against a server: when their tokens come and which, for ``gpu_server.py``.
+
+Times are in seconds. Prompts are random token ids, so that no tokenizer is needed and lengths are exact.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+Sampling = dict[str, Any]
+Prompt = list[int]
+GREEDY: Sampling = {"temperature": 0}
+SAMPLED: Sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+FIRST_ID = 3  # lower ones are control tokens
+SILENCE_S = 180.0  # after which a stream has failed
+EVENT = b"data: {"
+
+
+@dataclass
+class Trace:
+    """One stream: when each token came, counted from its start, and which it was. ``began`` is by ``time.monotonic``."""
+
+    began: float
+    times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    error: str = ""
+
+    def longest_gap(self, since: float) -> float:
+        """Return the longest time without a token from a moment of the clock to the last token.
+
+        Began at 10, tokens after 1, 2 and 7: since 11.5 it is the 5 between the second and the third.
+        """
+        moments = [max(since, self.began), *(self.began + each for each in self.times if self.began + each > since)]
+        return max((after - before for before, after in pairwise(moments)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Clients that all begin at once. ``seed``: of their prompts, so that those of two loads differ or are the same."""
+
+    streams: int
+    length: int
+    new_tokens: int
+    sampling: Sampling = field(default_factory=lambda: GREEDY)
+    seed: int = 0
+
+
+def random_prompts(number: int, length: int, seed: int, vocabulary: int) -> list[Prompt]:
+    """Return prompts of token ids below ``vocabulary``, the same for the same arguments."""
+    rng = random.Random(seed)
+    return [[rng.randrange(FIRST_ID, vocabulary) for _ in range(length)] for _ in range(number)]
+
+
+def run_streams(
+    url: str,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    sampling: Sampling = GREEDY,
+    disturb: Callable[[list[Trace]], Awaitable[None]] | None = None,
+) -> list[Trace]:
+    """Stream an answer to each prompt, all at once. ``disturb`` runs at the same time and sees what has come so far."""
+    return asyncio.run(_run_streams(url, prompts, new_tokens, sampling, disturb))
+
+
+async def _run_streams(
+    url: str,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    sampling: Sampling,
+    disturb: Callable[[list[Trace]], Awaitable[None]] | None,
+) -> list[Trace]:
+    limits: dict[str, Any] = {
+        "connector": aiohttp.TCPConnector(limit=0),
+        "timeout": aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S),
+        "read_bufsize": 2**20,
+    }
+    common = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True, **sampling}
+    traces = [Trace(time.monotonic()) for _ in prompts]
+    async with aiohttp.ClientSession(**limits) as session, asyncio.TaskGroup() as group:
+        for prompt, trace in zip(prompts, traces, strict=True):
+            group.create_task(_stream(session, f"{url}/v1/completions", {"prompt": prompt, **common}, trace))
+        if disturb is not None:
+            group.create_task(_awaited(disturb(traces)))
+    return traces
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], trace: Trace) -> None:
+    """Fill in a trace. What goes wrong is its error, and ends no other stream."""
+    trace.began = time.monotonic()
+    try:
+        async with session.post(url, json=body) as response:
+            if response.status != aiohttp.http.HTTPStatus.OK:
+                trace.error = f"{response.status} {(await response.text())[:200]}"
+                return
+            async for line in response.content:
+                if line.startswith(EVENT):
+                    _note(json.loads(line.removeprefix(b"data: ")), trace)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        trace.error = repr(error)[:200]
+
+
+def _note(event: dict[str, Any], trace: Trace) -> None:
+    if "error" in event:
+        trace.error = str(event["error"])[:200]
+    for choice in event.get("choices", ()):
+        ids = choice.get("token_ids") or []
+        trace.ids += ids
+        trace.times += [time.monotonic() - trace.began] * len(ids)
+
+
+def load_row(load: Load, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
+    """Return a row of a report: rates of the whole run, and quantiles of times in milliseconds.
+
+    ``token_ms``: of each stream the mean time of a token after the first, of these the median and the 99th percentile.
+    ``event_gap_ms``: between two events of a stream, which may have several tokens: 25 %, median, 99 %.
+    """
+    done = [trace for trace in traces if len(trace.ids) == load.new_tokens and not trace.error]
+    first = [trace.times[0] for trace in done]
+    means = [(trace.times[-1] - trace.times[0]) / (load.new_tokens - 1) for trace in done]
+    gaps = [after - before for t in done for before, after in pairwise(t.times) if after > before]
+    return {
+        "streams": load.streams,
+        "shape": [load.length, load.new_tokens],
+        "sampling": load.sampling,
+        "failed": len(traces) - len(done),
+        "errors": [trace.error for trace in traces if trace.error][:2],
+        "out_per_s": round(len(done) * load.new_tokens / seconds, 1),
+        "all_per_s": round(len(done) * (load.new_tokens + load.length) / seconds, 1),
+        "seconds": round(seconds, 2),
+        "first_ms": _quantiles_ms(first, 0.5, 0.99),
+        "token_ms": _quantiles_ms(means, 0.5, 0.99),
+        "event_gap_ms": _quantiles_ms(gaps, 0.25, 0.5, 0.99),
+    }
+
+
+def _quantiles_ms(seconds: Sequence[float], *shares: float) -> list[float | None]:
+    """Return the numbers at these shares of the sorted ones, in milliseconds: of 1, 2, 3 and 4 s at 0.5 it is 3000."""
+    ordered = sorted(seconds)
+    return [round(ordered[min(int(share * len(ordered)), len(ordered) - 1)] * 1000, 2) if ordered else None for share in shares]
+
+
+def compared(expected: Sequence[Prompt], found: Sequence[Prompt]) -> dict[str, Any]:
+    """Say how many lists of tokens are equal, and where each of the others first differs."""
+    pairs = list(zip(expected, found, strict=True))
+    return {
+        "equal": sum(x == y for x, y in pairs),
+        "texts": len(pairs),
+        "first_difference": sorted(_first_difference(x, y) for x, y in pairs if x != y),
+    }
+
+
+def _first_difference(x: Prompt, y: Prompt) -> int:
+    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
