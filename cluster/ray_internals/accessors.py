@@ -4,12 +4,13 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tramontane.cluster.ray_internals import table
+from tramontane.cluster.ray_internals.symbols import is_installed
 
 if TYPE_CHECKING:
     import grpc
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 NODE_TYPE_LABEL = "ray.io/node-group"
+OF_RAY_DEFAULT = ("aiohttp_cors", "opencensus", "opentelemetry.exporter.prometheus", "prometheus_client")
 NO_DASHBOARD = "127.0.0.1:0"  # an address to which nothing can connect
 
 
@@ -118,8 +120,11 @@ def leave_out_dashboard() -> AbstractContextManager[None]:
 
 
 def assume_dashboard_packages() -> AbstractContextManager[None]:
-    """Keep Ray from importing the packages of ``ray[default]`` into this process while the block runs: we depend on them."""
-    return table.DASHBOARD_PACKAGES.replaced(lambda: None)
+    """Keep Ray from importing the packages of ``ray[default]`` into this process while the block runs, if they are there.
+
+    Where one is missing Ray has to know: its agents would not start, and end the node.
+    """
+    return table.DASHBOARD_PACKAGES.replaced(lambda: None) if all(map(is_installed, OF_RAY_DEFAULT)) else nullcontext()
 
 
 def mute_worker_logs() -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from tramontane.proto.errors import ConfigError
@@ -103,3 +104,11 @@ def _describe_changes(changes: list[str]) -> str:
         f"Ray {version('ray')} has changed private names that Tramontane uses (it was tested with {RAY_VERSION}): "
         f"{'; '.join(changes)}; install ray=={RAY_VERSION}"
     )
+
+
+def is_installed(package: str) -> bool:
+    """Look for a package without importing it, or for one inside of another, of which the outer ones are imported."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # an outer package is missing
+        return False
