@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import typer.main
-from serve_cluster import free_port
 
 from tramontane.cluster.cli.main import app
 
@@ -52,6 +51,13 @@ def test_servers_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert kill["pause_s"][1] > 0
     (*_, after) = report["serve-exact"]["rows"]
     assert (after["what"], after["equal"]) == ("tokens", 4)
+    (first,) = [row for row in report["serve-one"]["rows"] if row["what"].startswith("first token")]
+    for name in ("of_4", "of_32"):
+        phases = first[f"phases_{name}"]
+        router_ms = [sum(each) for each in zip(phases["queue"], phases["prefill"], strict=True)]
+        assert len(router_ms) == 5
+        assert all(0 < part <= whole + 0.2 for part, whole in zip(router_ms, first[name], strict=True)), "of the client's time"
+        assert all(0 < stages <= prefill for stages, prefill in zip(phases["stages"], phases["prefill"], strict=True))
     loads = [row for row in report["serve-one"]["rows"] if "out_per_s" in row]
     assert [(row["streams"], row["failed"]) for row in loads] == [(n, 0) for n in (2, 1, 4, 4, 4, 4, 4)]
     shown = subprocess.run(
@@ -86,7 +92,7 @@ def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool
     with_servers = gpu_server.PARTS.keys() - {"where", "latent", "correct"}
     for name in with_servers:
         with pytest.raises(InterruptedError):
-            gpu_server.PARTS[name](gpu_server.Report(None, small, 1, not small))
+            gpu_server.PARTS[name](gpu_server.Report(None, small, not small))
     assert len(given) == len(with_servers)
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     for flags in given:
@@ -97,7 +103,7 @@ def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool
 
 def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    report = gpu_server.Report(file, True, free_port(), False)
+    report = gpu_server.Report(file, True, False)
     report.check("fine", 0)
     assert report.status == 0
     report.check("kill", 2, incomplete=2)
@@ -108,7 +114,8 @@ def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp
 
 def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
     """Nothing listens at this port: each stream says why, and none ends the others."""
-    report = gpu_server.Report(None, True, free_port(), False)
+    report = gpu_server.Report(None, True, False)
+    report.url = f"http://127.0.0.1:{gpu_server.free_port()}"
     gpu_server.load(report, "load", 3)
     (row,) = report.rows
     assert (row["failed"], row["out_per_s"], row["token_ms"], report.status) == (3, 0.0, [None, None], 1)
@@ -116,7 +123,7 @@ def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
 
 
 def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_path: Path) -> None:
-    report = gpu_server.Report(None, True, free_port(), False)
+    report = gpu_server.Report(None, True, False)
     with (
         pytest.raises(RuntimeError, match=r"serve has ended: .*missing does not exist"),
         gpu_server.serving(report, "--model", str(tmp_path / "missing")),
@@ -174,10 +181,11 @@ def test_sampled_and_greedy_with_the_same_prompts(table: ModuleType) -> None:
         return {"what": what, "streams": 64, "shape": [1024, 128], "failed": 0, "out_per_s": rate} | times | more
 
     rows = [row("load, cached prompts", 4000.0), row("load, cached prompts, sampled", 3600.0), row("load", 9.0, failed=2)]
-    first = {"what": "first token, alone, ms", "of_16": [9.0, 4.0], "of_1024": [40.0, 46.5]}
+    first: dict[str, Any] = {"what": "first token, alone, ms", "of_16": [9.0, 4.0], "of_1024": [40.0, 46.5]}
+    first["phases_of_1024"] = {"ingress": [9.0, 3.0], "stages": [31.0, 30.0]}
     figures = {each.name: each for each in table.part_figures([*rows, first])}
     assert figures["sampled over greedy, cached prompts"].value == 0.9
-    assert figures["first token of 1024, alone"][1:3] == (46.5, "ms")
+    assert figures["first token of 1024, alone"][1:] == (46.5, "ms", "in order: [40.0, 46.5]; ingress 3.0; stages 30.0")
     assert figures["gap between events over a token, 64 streams"].value == 1.2
     assert figures["load, 64 streams"].detail.startswith("2 FAILED; ")
     assert [*table.server_table([{"smoke": {"rows": None}}])] == []

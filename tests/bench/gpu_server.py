@@ -1,6 +1,6 @@
 """Whole servers on one GPU, over Ray and HTTP: when they are ready, their tokens, their speed under load, and faults.
 
-    python tests/bench/gpu_server.py PART [--device cuda] [--small] [--json FILE] [--port 8177]
+    python tests/bench/gpu_server.py PART [--device cuda] [--small] [--json FILE]
 
 Parts of ``gpu.py``, which gives each a process and a limit: ``serve-`` and the name. Models have random weights, equal
 in every process (seeded by the names of tensors), so tokens can be compared between servers and after restarts; those of the
@@ -13,12 +13,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +32,7 @@ from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, comp
 TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
 TEMPORARY = Path(tempfile.gettempdir())
 STAGE_TITLE = "ray::StageActor"
-LINE_LENGTH = 300  # characters of a line of the server that a report has
+LINE_LENGTH = 600  # characters of a line of the server that a report has
 STOP_S, QUERY_S = 20, 10
 STREAMS = (1, 16, 64, 128)
 SHARED = ("--stages", "2", "--stages-per-gpu", "2", "--step-timeout", "15")
@@ -40,17 +42,14 @@ DIRECT = (*SHARED, "--link", "direct")
 class Report:
     """The rows of one part, saved after each. ``status`` is that of the exit: 1 after a row that does not hold."""
 
-    def __init__(self, file: Path | None, small: bool, port: int, is_on_gpu: bool) -> None:
+    def __init__(self, file: Path | None, small: bool, is_on_gpu: bool) -> None:
         self._file, self._began = file, time.monotonic()
-        self.small, self.port, self.is_on_gpu = small, port, is_on_gpu
+        self.small, self.is_on_gpu = small, is_on_gpu
+        self.url = ""  # of the server
         self.rows: list[dict[str, Any]] = []
         self.status = 0
         self.folder = file.parent if small and file is not None else TEMPORARY  # of checkpoints, and of tokens to compare with
         self.tokens = self.folder / "gpu_server_tokens.json"
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def add(self, what: str, **row: object) -> None:
         self.rows.append({"what": what, "at_s": round(time.monotonic() - self._began, 1), **row})
@@ -93,12 +92,12 @@ def checkpoint(report: Report, name: str) -> Path:
 @contextmanager
 def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
     """Run a server. Its row has the seconds until it was ready, the times of its progress lines, and the GPU's memory."""
-    ports = ("--port", str(report.port), "--grpc-port", str(report.port + 1))
-    process = subprocess.Popen(
-        [*TRAMONTANE, "serve", "--json", *ports, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    ports = ("--port", str(free_port()), "--grpc-port", str(free_port()))
+    command = [*TRAMONTANE, "serve", "--json", *ports, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         lines = _lines_until_ready(process)
+        report.url = json.loads(lines[-1][1])["url"]
         report.add("ready", seconds=lines[-1][0], flags=" ".join(flags), progress=lines[:-1], gpu=gpu_memory())
         yield psutil.Process(process.pid)
     finally:
@@ -130,6 +129,12 @@ def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, st
     if not lines or '"ready_after_s"' not in lines[-1][1]:
         raise RuntimeError(f"serve has ended: {lines[-3:]}")
     return lines
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def stage_pids(server: psutil.Process) -> list[int]:
@@ -190,13 +195,36 @@ def cached_loads(report: Report) -> None:
 def first_tokens(report: Report) -> None:
     """Add a row: milliseconds to the first token of prompts that come alone, five of each length, none seen before.
 
-    They are in their order, because the first of a length may compile a kernel.
+    They are in their order, because the first of a length may compile a kernel. ``phases_of``: where the time was spent, outside
+    of the router (until the answer's end), in its queue, and from the first step to the token; and of that the time of the
+    prompt's steps in the stages, which is the device's on a GPU.
     """
-    row = {}
+    row: dict[str, object] = {}
     for length in (4, 32) if report.small else (16, 256, 1024, 4096):
-        traces = [run_streams(report.url, [each], 2)[0] for each in report.prompts(5, length, 31 + length)]
-        row[f"of_{length}"] = [round(1000 * each.times[0], 1) if each.times else None for each in traces]
+        each = [_phases_ms(report, prompt) for prompt in report.prompts(5, length, 31 + length)]
+        row |= {f"of_{length}": [phases.pop("all") for phases in each]}
+        row |= {f"phases_of_{length}": {name: [phases[name] for phases in each] for name in each[0]}}
     report.add("first token, alone, ms", **row)
+
+
+def _phases_ms(report: Report, prompt: Prompt) -> dict[str, float]:
+    """Return where the time to the first token of a prompt was spent, in milliseconds."""
+    before = activity(report)
+    (trace,) = run_streams(report.url, [prompt], 2)
+    if trace.error:
+        raise RuntimeError(trace.error)
+    batches = activity(report, "?after={name}:{last}".format(**before))["micro_batches"]
+    stages_s = sum(busy_s for batch in batches if batch["prefill_tokens"] for _, _, busy_s, _ in batch["stages"])
+    phases = {"all": trace.times[0]} | {name: trace.timings[f"{name}_s"] for name in ("ingress", "queue", "prefill")}
+    return {name: round(1000 * seconds, 1) for name, seconds in (phases | {"stages": stages_s}).items()}
+
+
+def activity(report: Report, query: str = "") -> dict[str, Any]:
+    """Return what the only pipeline has done."""
+    with urllib.request.urlopen(f"{report.url}/activity{query}") as response:
+        (pipeline,) = json.load(response)["pipelines"]
+    found: dict[str, Any] = pipeline
+    return found
 
 
 def tokens(report: Report, name: str, must_be_equal: bool = False) -> None:
@@ -397,9 +425,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--port", type=int, default=8177, help="of HTTP; gRPC has the next one")
     options = parser.parse_args()
-    report = Report(options.json, options.small, options.port, options.device == "cuda")
+    report = Report(options.json, options.small, options.device == "cuda")
     PARTS[options.part](report)
     return report.status
 

@@ -25,12 +25,16 @@ EVENT = b"data: {"
 
 @dataclass
 class Trace:
-    """One stream: when each token came, counted from its start, and which it was. ``began`` is by ``time.monotonic``."""
+    """One stream: when each token came, counted from its start, and which it was. ``began`` is by ``time.monotonic``.
+
+    ``timings``: what the server says of it at its end, in seconds.
+    """
 
     began: float
     times: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     error: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
 
     def longest_gap(self, since: float) -> float:
         """Return the longest time without a token from a moment of the clock to the last token.
@@ -82,6 +86,7 @@ async def _run_streams(
         "read_bufsize": 2**20,
     }
     common = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True, **sampling}
+    common["stream_options"] = {"include_usage": True}
     traces = [Trace(time.monotonic()) for _ in prompts]
     async with aiohttp.ClientSession(**limits) as session, asyncio.TaskGroup() as group:
         for prompt, trace in zip(prompts, traces, strict=True):
@@ -113,6 +118,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 def _note(event: dict[str, Any], trace: Trace) -> None:
     if "error" in event:
         trace.error = str(event["error"])[:200]
+    trace.timings = event.get("timings") or trace.timings
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or []
         trace.ids += ids

@@ -136,8 +136,9 @@ def _figures(row: Row) -> Iterator[Figure]:
     elif what.startswith("first token, alone"):
         for key, times in row.items():
             if key.startswith("of_") and None not in times:
-                worst = max(times)
-                yield Figure(f"first token of {key.removeprefix('of_')}, alone", worst, "ms", f"in order: {times}")
+                phases = row.get(f"phases_{key}", {}).items()
+                last = "".join(f"; {name} {each[-1]}" for name, each in phases)
+                yield Figure(f"first token of {key.removeprefix('of_')}, alone", max(times), "ms", f"in order: {times}{last}")
     elif "equal" in row:
         yield Figure(f"equal texts, {row.get('of', what)}", row["equal"], "", f"of {row['texts']}")
     elif what.startswith("latent"):
