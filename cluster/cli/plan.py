@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_GPUS = 2**14
 KEYS = (
     *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("page_size", "speculative_config"),
+    *("page_size", "kv_cache_dtype", "speculative_config"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
@@ -100,6 +100,7 @@ def plan(
         experts_inside=experts is None,
         measured=settings.measured,
         num_drafts=settings.num_drafts,
+        kv_cache_dtype=settings.kv_cache_dtype,
         panel_rows=panel_rows,
     )
     pipeline = _make_plan(args, request, settings.stages_per_gpu if has_gpus else None)
@@ -250,6 +251,8 @@ def _show(
     matrices = formats.quantize or formats.matrix_dtype
     weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
     console.print(f"{model}: {_parameters(args)}", soft_wrap=True, markup=False)
+    if plan.stages[0].kv_cache_dtype != "auto":
+        weights += f", keys and values in {plan.stages[0].kv_cache_dtype}"
     console.print(f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
     each = ", ".join(f"{time:.2f}" for time in times)
     console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)

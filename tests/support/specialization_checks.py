@@ -25,7 +25,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.kernels.fused_ops import EAGER, _with_triton_norms
 from tramontane.workers.stage import stage_worker
@@ -75,7 +75,9 @@ def recorded(into: set[Variant]) -> Iterator[None]:
 def fastest_backend(plan: StagePlan, _device: torch.device) -> DeviceBackend:
     """Return the kernels that a GPU would have if these were the fastest."""
     decode = next(iter(split_k_kernels(4, plan.args.n_kv_heads).values()))
-    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
+    kernels = AttentionKernels(
+        SdpaPrefill(), decode, write=write_rows, read_back=read_back, cache_rows=cache_rows, rotate_and_write=rotate_and_write
+    )
     return DeviceBackend(kernels, _with_triton_norms(EAGER))
 
 
@@ -126,6 +128,11 @@ def _serve(worker: StageWorker) -> None:
 PLAN = tiny_plan(ARGS, dtype="bfloat16", max_num_seqs=len(LENGTHS)).stages[0]
 CHECKS: dict[str, Check] = {
     "the fastest": partial(check_variants, PLAN, False),
+    "the fastest, keys and values in fp8": partial(
+        check_variants,
+        tiny_plan(ARGS, dtype="bfloat16", max_num_seqs=len(LENGTHS), kv_cache_dtype="fp8").stages[0],
+        False,
+    ),
     "batch-invariant, int8": partial(
         check_variants,
         tiny_plan(ARGS, dtype="bfloat16", quantize="int8", max_num_seqs=len(LENGTHS), batch_invariant=True).stages[0],

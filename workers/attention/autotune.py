@@ -86,15 +86,16 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
     try:
         from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
             cache_rows,
+            read_back,
             rotate_and_write,
             write_rows,
         )
     except ImportError:
         return kernels
-    if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows)):
+    if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows, read_back)):
         logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
         return kernels
-    kernels = replace(kernels, write=write_rows, cache_rows=cache_rows)
+    kernels = replace(kernels, write=write_rows, read_back=read_back, cache_rows=cache_rows)
     if plan.args.latent:  # whose keys are not heads of a product
         return kernels
     if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):
@@ -184,7 +185,8 @@ def _shapes(plan: StagePlan) -> str:
     """
     args, windows = plan.args, ", ".join(str(window_class.window) for window_class in plan.cache.classes)
     heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
-    return f"{heads}, pages of {plan.cache.page_size}, windows {windows}"
+    cached = "" if plan.kv_cache_dtype == "auto" else f", keys and values in {plan.kv_cache_dtype}"
+    return f"{heads}, pages of {plan.cache.page_size}, windows {windows}{cached}"
 
 
 def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]) -> Callable[[K], Compute]:

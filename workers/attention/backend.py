@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tramontane.workers.attention.quantized_rows import FP8, RowScales
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, RollingCache
 
 
@@ -45,6 +46,13 @@ class PagedPrefillKernel(Protocol):
         """Compute the output [T, H, d] of one layer from the chunks' own keys, and from those before them in the cache."""
 
 
+class Fp8PrefillKernel(Protocol):
+    """A ``PrefillKernel`` that also takes keys and values in FP8."""
+
+    def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+        """Compute the output [T, H, d] of one layer; ``keys``: those of a packed row, and their values."""
+
+
 class DecodeKernel(Protocol):
     """Attention of single tokens to the keys of their sequences in the cache."""
 
@@ -74,6 +82,7 @@ class SparseKernels(Protocol):
 
 
 Write = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor | None], None]  # see ``LayerCache.write``
+ReadBack = Callable[[LayerCache, Tensor, Tensor], tuple[Tensor, Tensor]]  # see ``LayerCache.read_back``
 CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
 # Rotates queries and keys of single tokens, writes keys and values to cache rows [B], and returns the queries [B, Q, d]. It is
 # given all of them, [B, Q + 2 G, d], and cosines and sines [B, d].
@@ -89,7 +98,9 @@ class AttentionKernels:
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
+    fp8_prefill: Fp8PrefillKernel | None = None  # ``prefill``, if it takes an FP8 cache's keys as they are
     write: Write = LayerCache.write
+    read_back: ReadBack = LayerCache.read_back
     cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
     rotate_and_write: RotateAndWrite | None = None  # None: layers rotate, and ``write`` writes
 
@@ -140,13 +151,20 @@ class CachedAttention:
         return self.kernels.decode.attend(q_BQd, self.cache.layers[layer], self.decode_masks[self.cache.class_of[layer]])
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps."""
-        cached, mask = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]]
-        if index.pages_CN is not None and self.kernels.paged_prefill is not None:
-            out_THd = self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
+        """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps.
+
+        A chunk's own keys are attended to as they will be read, so that nothing depends on where a prompt was divided.
+        """
+        cached, mask, kernels = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]], self.kernels
+        if cached.scales is not None and kernels.fp8_prefill is not None:
+            out_THd = kernels.fp8_prefill.attend_fp8(q_THd, _all_in_fp8(index, cached, cached.quantized(k_TGd, v_TGd)), mask)
         else:
-            out_THd = self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
-        self.kernels.write(cached, index.write_rows, k_TGd, v_TGd, index.written)
+            own = kernels.read_back(cached, k_TGd, v_TGd)
+            if index.pages_CN is not None and kernels.paged_prefill is not None:
+                out_THd = kernels.paged_prefill.attend_pages(q_THd, *own, cached, mask)
+            else:
+                out_THd = kernels.prefill.attend(q_THd, *_all_keys(index, cached, *own), mask)
+        kernels.write(cached, index.write_rows, k_TGd, v_TGd, index.written)
         return out_THd
 
     def _decode(self, layer: int, index: DecodeMetadata, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
@@ -163,3 +181,22 @@ def _all_keys(index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: 
     k_CGd, v_CGd = cached.read(index.cached_rows)
     k_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
     return k_SGd, k_SGd if cached.values_are_keys else torch.cat((v_CGd, v_TGd))[index.key_order]
+
+
+def _all_in_fp8(index: PrefillMetadata, cached: LayerCache, own: LayerCache) -> LayerCache:
+    """Return what ``_all_keys`` does, in FP8."""
+    if not len(index.cached_rows):
+        return own
+    earlier, order = cached.take(index.cached_rows), index.key_order
+    assert earlier.scales is not None
+    assert own.scales is not None
+
+    def together(earlier: Tensor, own: Tensor) -> Tensor:
+        return torch.cat((earlier, own))[order]
+
+    k_SGd, v_SGd = (
+        together(*(each.view(torch.uint8) for each in pair)).view(FP8)  # PyTorch gathers bytes, not FP8
+        for pair in ((earlier.k_NGd, own.k_NGd), (earlier.v_NGd, own.v_NGd))
+    )
+    k_SG, v_SG = together(earlier.scales.k_NG, own.scales.k_NG), together(earlier.scales.v_NG, own.scales.v_NG)
+    return LayerCache(k_SGd, v_SGd, RowScales(k_SG, v_SG, own.scales.dtype))
