@@ -89,7 +89,7 @@ def _write_fp8(
             )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scale(magnitude_ae, is_finite_ae):  # type: ignore[no-untyped-def]
     """Return the scales of some vectors, given the magnitudes of their elements, of which those past a vector's end are 0."""
     scale_a = tl.maximum(tl.max(magnitude_ae, axis=1) * FACTOR, SMALLEST)
