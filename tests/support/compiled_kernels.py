@@ -24,6 +24,7 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
+    additions: int  # of float32 numbers by a thread, outside of products
     products: tuple[str, ...]  # the tensor cores' instructions, as "mma m16n8k32 e4m3 e4m3"
 
 
@@ -92,6 +93,7 @@ def _compile(request: str) -> dict[str, Any]:
         r"\b(w?g?mma)(?:_async|\.mma_async)?\.sync\.aligned\.(m\w+)[.\w]*?\.([a-z]+\d+\w*)\.([a-z]+\d+\w*)(?:\.f32)?\s", ptx
     )
     return {
+        "additions": len(re.findall(r"\badd(?:\.rn)?\.f32\b", ptx)),
         "products": sorted({" ".join(each) for each in products}),
         "registers": found["REG"],
         "spilled_bytes": found["STACK"] + found["LOCAL"],
