@@ -16,6 +16,7 @@ COMPILED_BY = {
     ("triton_cache", "_rows"): "attention/test_triton_decode.py",
     ("triton_cache", "_write"): "attention/test_triton_decode.py",
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
+    ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
     ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",
     ("triton_linear", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_moe", "_choose_kernel"): "kernels/test_triton_moe.py",
