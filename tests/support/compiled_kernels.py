@@ -24,6 +24,7 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
+    rounds_as_pytorch: bool  # no product of float32 is fused into a sum, and no quotient or exponential is approximate
 
 
 def resource_usage(
@@ -92,6 +93,7 @@ def _compile(request: str) -> dict[str, Any]:
         "spilled_bytes": found["STACK"] + found["LOCAL"],
         "shared_bytes": made.metadata.shared,
         "has_wide_loads": wide,
+        "rounds_as_pytorch": not re.search(r"fma\.rn\.f32|div\.(full|approx)|ex2\.approx|\.ftz", ptx),
     }
 
 

@@ -18,7 +18,10 @@ from tramontane.workers.sampling.triton_sampler import choose_tokens
 GREEDY, PLAIN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 CUTS = [
     *SAMPLINGS,
-    *(replace(PLAIN, **changes) for changes in ({"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.999999})),  # type: ignore[arg-type]
+    *(
+        replace(PLAIN, **changes)
+        for changes in ({"top_p": 1e-9}, {"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.999999})
+    ),  # type: ignore[arg-type]
     *(replace(PLAIN, temperature=temperature) for temperature in (1e-9, 1e-3, 1e300)),
     replace(PLAIN, temperature=1e300, top_k=3),
     replace(PLAIN, top_k=40, top_p=0.5),
@@ -73,8 +76,17 @@ def check_random_rows(vocab: int, block: int, device: str) -> None:
 
 
 def check_hard_rows(device: str) -> None:
-    """Of every kind, by every way of choosing: rows that are not finite end, and no other one does."""
-    kinds = [GREEDY, PLAIN, replace(PLAIN, top_k=2), replace(PLAIN, top_p=0.5), replace(PLAIN, top_k=3, top_p=0.7, min_p=0.1)]
+    """Of every kind, by every way of choosing, also where the temperature makes the largest number infinite.
+
+    Rows that are not finite end, and no other one does.
+    """
+    kinds = [
+        GREEDY,
+        replace(PLAIN, temperature=0.5),
+        replace(PLAIN, top_k=2),
+        replace(PLAIN, top_p=0.5),
+        replace(PLAIN, top_k=3, top_p=0.7, min_p=0.1),
+    ]
     logits_SV = torch.tensor(list(HARD.values()))
     ends_S = ~(logits_SV.amax(-1).isfinite() & ~logits_SV.isnan().any(-1))
     for params in kinds:
@@ -86,7 +98,7 @@ def check_hard_rows(device: str) -> None:
 
 def check_borders(device: str) -> None:
     """Random numbers at and next to the border of two tokens, in blocks of which the second begins there; and of ties."""
-    row_V = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -9.0])
+    row_V = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -60.0])  # the last one has no weight
     uniforms = [min(max(part / 6 + change, 0.0), 1 - 2**-53) for part in range(7) for change in (-(2**-35), 0.0, 2**-35)]
     _check(row_V.expand(len(uniforms), -1), [PLAIN] * len(uniforms), uniforms, device, 2)
     few = [0.0, 1 / 3, 0.4, 2 / 3, 0.99]

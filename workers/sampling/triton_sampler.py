@@ -67,12 +67,11 @@ def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, blo
     top_p, uniform = tl.load(params_5 + 3), tl.load(params_5 + 4)
     kept, num_with_weight, lowest = _write_weights(logits_V, weights_V, vocab, best_key, best, temperature, min_weight, block)
     tl.debug_barrier()  # other threads may read them
-    key, ties = lowest - 1, tl.zeros((), tl.int64)
+    key, ties, weight = lowest - 1, tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # all tokens with a weight
     if top_k < num_with_weight:  # else no token with a weight is lost
         key, above = _search(logits_V, weights_V, vocab, lowest, best_key, top_k, True, block)
-        ties = top_k - above
-        kept = _weight_above(logits_V, weights_V, vocab, key, block)
-        kept += ties * _weight(_logit(key), best, temperature, min_weight)
+        weight, ties = _weight(_logit(key), best, temperature, min_weight), top_k - above
+        kept = _weight_above(logits_V, weights_V, vocab, key, block) + ties * weight
     needed = tl.maximum(_share(kept, top_p), 1)
     if needed < kept:
         lowest = tl.where(ties > 0, key, key + 1)
@@ -80,7 +79,7 @@ def _draw(logits_V, weights_V, params_5, vocab, best_key, best, temperature, blo
         weight = _weight(_logit(key), best, temperature, min_weight)
         ties = (needed - above + weight - 1) // weight
         kept = above + ties * weight
-    return _token_at(logits_V, weights_V, vocab, key, ties, _share(kept, uniform), block)
+    return _token_at(logits_V, weights_V, vocab, key, ties, weight, _share(kept, uniform), block)
 
 
 @triton.jit
@@ -202,23 +201,21 @@ def _weight_above(logits_V, weights_V, vocab, key, block: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _token_at(logits_V, weights_V, vocab, key, ties, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _token_at(logits_V, weights_V, vocab, key, ties, weight, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the token into whose share ``target`` falls, which is less than all weight that is kept.
 
-    The block is found by the sums of blocks. Kept weights 3, 0, 2 | 4, 1 and target 6: the first block ends at 5, the
+    ``weight`` is that of a tie. The block is found by the sums of blocks; the last one holds the token if no other does,
+    and what is beyond the vocabulary has no weight. Kept weights 3, 0, 2 | 4, 1 and target 6: the first block ends at 5, the
     tokens of the second one at 9 and 10, so it is the first of these.
     """
-    weight_of_tie = tl.zeros((), tl.int64)
     begin, passed, in_block, tied = -block + vocab * 0, target * 0, target * 0, ties * 0
     while (passed + in_block <= target) & (begin + block < vocab):
         passed, ties, begin = passed + in_block, ties - tied, begin + block
         keys_B, weights_B = _keys(_load(logits_V, begin, vocab, block)), _load(weights_V, begin, vocab, block)
-        is_tie_B = (keys_B == key) & (begin + tl.arange(0, block) < vocab)
-        weight_of_tie = tl.max(tl.where(is_tie_B, weights_B, 0), axis=0).to(tl.int64)
-        tied = tl.minimum(tl.sum(is_tie_B.to(tl.int32), axis=0).to(tl.int64), ties)
-        in_block = tl.sum(tl.where(keys_B > key, weights_B, 0).to(tl.int64), axis=0) + tied * weight_of_tie
+        tied = tl.minimum(tl.sum((keys_B == key).to(tl.int32), axis=0).to(tl.int64), ties)
+        in_block = tl.sum(tl.where(keys_B > key, weights_B, 0).to(tl.int64), axis=0) + tied * weight
     keys_B, weights_B = _keys(_load(logits_V, begin, vocab, block)), _load(weights_V, begin, vocab, block)
-    is_tie_B = (keys_B == key) & (begin + tl.arange(0, block) < vocab)
+    is_tie_B = keys_B == key
     is_kept_B = (keys_B > key) | (is_tie_B & (tl.cumsum(is_tie_B.to(tl.int32), axis=0) <= ties))
     ends_B = passed + tl.cumsum(tl.where(is_kept_B, weights_B, 0).to(tl.int64), axis=0)
     return begin + tl.sum((ends_B <= target).to(tl.int32), axis=0)
