@@ -42,6 +42,8 @@ HARD = {
     "zeros": [-0.0, 0.0, -0.0, 0.0, -1.0],
     "all equal": [3.0] * 5,
     "two kinds": [2.0, 1.0, 2.0, 1.0, 2.0],
+    "all negative": [-1.0, -2.0, -3.0, -4.0, -5.0],
+    "next to one another": [1 + number * 2**-23 for number in (3, 0, 4, 1, 2)],
     "next to 0": [1e-45, -1e-45, 0.0, 1e-38, -1e-38],
 }
 
@@ -84,10 +86,12 @@ def check_hard_rows(device: str) -> None:
         GREEDY,
         replace(PLAIN, temperature=0.5),
         replace(PLAIN, top_k=2),
+        replace(PLAIN, top_k=4),
         replace(PLAIN, top_p=0.5),
         replace(PLAIN, top_k=3, top_p=0.7, min_p=0.1),
     ]
     logits_SV = torch.tensor(list(HARD.values()))
+    _check(logits_SV, [GREEDY] * len(logits_SV), [0.0] * len(logits_SV), device, 2)  # of equal ones the first, in any block
     ends_S = ~(logits_SV.amax(-1).isfinite() & ~logits_SV.isnan().any(-1))
     for params in kinds:
         tokens_S = _check(logits_SV, [params] * len(logits_SV), [0.7] * len(logits_SV), device, 4096)

@@ -164,7 +164,8 @@ def _search(  # type: ignore[no-untyped-def]
     """Return the largest key whose tokens and those above it have the needed number or weight, and what those above have.
 
     Of ``lowest`` this is known, and above ``highest`` there is nothing. Keys from 10 to 109 after one pass over keys 35,
-    60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109.
+    60 and 85: 10 to 34, 35 to 59, 60 to 84 or 85 to 109. Of two or three keys some of the three are beyond the last one, which
+    no token has.
     """
     first, last, above = lowest.to(tl.int64), highest.to(tl.int64) + 1, needed * 0  # first <= key < last
     while last - first > 1:
@@ -183,9 +184,9 @@ def _search(  # type: ignore[no-untyped-def]
         if of_high >= needed:
             first = high
         elif of_middle >= needed:
-            first, last, above = middle, tl.minimum(high, last), of_high
+            first, last, above = middle, high, of_high
         elif of_low >= needed:
-            first, last, above = low, tl.minimum(middle, last), of_middle
+            first, last, above = low, middle, of_middle
         else:
             last, above = low, of_low
     return first.to(tl.int32), above
