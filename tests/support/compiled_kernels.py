@@ -24,8 +24,12 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
+<<<<<<< HEAD
     additions: int  # of float32 numbers by a thread, outside of products
     products: tuple[str, ...]  # the tensor cores' instructions, as "mma m16n8k32 e4m3 e4m3"
+=======
+    rounds_as_pytorch: bool  # no product of float32 is fused into a sum, and no quotient or exponential is approximate
+>>>>>>> sampling
 
 
 def resource_usage(
@@ -99,6 +103,7 @@ def _compile(request: str) -> dict[str, Any]:
         "spilled_bytes": found["STACK"] + found["LOCAL"],
         "shared_bytes": made.metadata.shared,
         "has_wide_loads": wide,
+        "rounds_as_pytorch": not re.search(r"fma\.rn\.f32|div\.(full|approx)|ex2\.approx|\.ftz", ptx),
     }
 
 

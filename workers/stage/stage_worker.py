@@ -90,9 +90,9 @@ class StageWorker:
         is_only = plan.is_first and plan.is_last
         self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if is_only else None
         self.graphs = self._graph_runner()
-        has_exact_sums = self.backend.has_exact_sums
+        sampling = self.backend.has_exact_sums, self.backend.choose_tokens
         self.last_stage = (
-            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, has_exact_sums) if plan.is_last else None
+            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling) if plan.is_last else None
         )
         self.numerics = Numerics()  # until ``load`` has found them out
         self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it

@@ -25,6 +25,7 @@ COMPILED_BY = {
     ("triton_norm", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_quant", "_gemv_kernel"): "kernels/test_quantized_linear.py",
     ("triton_quant", "_quantize_kernel"): "kernels/test_quantized_linear.py",
+    ("triton_sampler", "_kernel"): "sampling/test_triton_sampler.py",
 }
 
 
