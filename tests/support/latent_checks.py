@@ -101,6 +101,14 @@ def check_decode(kind: Kind, device: str) -> None:
     _assert_close(out_BHc, torch.cat(expected), dtype)
 
 
+def check_least_keys(device: str) -> None:
+    """Divide the keys of a prompt by 2 and by 8: with at least 32 keys in a part, up to 64 keys are divided alike."""
+    index = prefill_index([(30, 30)], None)
+    q_THd, k_SGd, _ = inputs(30, 60, (1, 1), 80, "float32")
+    by_two, by_eight = (_prefill(Kind(parts=parts, least_blocks=2), device, q_THd, k_SGd, k_SGd, index) for parts in (2, 8))
+    assert torch.equal(by_two, by_eight)
+
+
 def check_prompts(kind: Kind, device: str) -> None:
     """Compare chunks with the reference in float64."""
     index = prefill_index([(0, 7), (63, 2), (31, 5)], kind.window)
@@ -199,5 +207,6 @@ CHECKS: dict[str, Check] = {
     "decode: widths of Large 3 and 4": partial(check_decode, Kind(widths=WIDE, dtype="bfloat16", tile=(16, 32), parts=2)),
     **{f"prompts: {name}": partial(check_prompts, KINDS[name]) for name in OF_PROMPTS},
     **{f"bits: {name}": partial(check_bits, replace(KINDS[name], heads=2)) for name in WITH_BITS},
+    "a part has a least number of keys": check_least_keys,
     "candidates": check_candidates,
 }

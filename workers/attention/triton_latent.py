@@ -328,7 +328,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         score_hk = tl.dot(q_hc, tl.trans(k_kc), score_hk, input_precision="ieee") * scale
         score_hk = tl.where(is_seen_k[None, :], score_hk, LOWEST)
         top_h = tl.maximum(highest_h, tl.max(score_hk, axis=1))
-        weight_hk = tl.where(is_seen_k[None, :], tl.exp2(score_hk - top_h[:, None]), 0.0)
+        weight_hk = tl.exp2(score_hk - top_h[:, None])  # 0 of what is not seen: a block has a key that is
         factor_h = tl.exp2(highest_h - top_h)
         sum_h = sum_h * factor_h + tl.sum(weight_hk, axis=1)
         out_hc = tl.dot(weight_hk.to(k_kc.dtype), k_kc, out_hc * factor_h[:, None], input_precision="ieee")

@@ -99,13 +99,16 @@ def _usage(plan: StagePlan, tile: Tile, is_split: bool, capability: int) -> Reso
 def test_every_candidate_compiles_without_spills_and_fits_into_shared_memory(
     geometry: tuple[tuple[int, int], int], dtype: str, capability: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these compiles in about a second. In ``float32`` the compiler spills up to 24 bytes of its own accord."""
+    """Each of these compiles in about a second.
+
+    In ``float32``, and for 8.9 with Triton 3.6, the compiler spills a few bytes where there are registers left.
+    """
     plan = plan_of(*geometry, dtype)
     tiles = _tiles(plan, capability, monkeypatch)
     assert tiles
     for tile in tiles:
         usage = _usage(plan, tile, is_split, capability)
-        assert usage.spilled_bytes <= (24 if dtype == "float32" else 0)
+        assert usage.spilled_bytes <= (24 if dtype == "float32" else 8 if capability == 89 else 0)
         bound = tile.shared_bytes(sum(geometry[0]), getattr(torch, dtype).itemsize)
         assert usage.shared_bytes <= bound <= SHARED_BYTES[capability]
         assert bound < usage.shared_bytes * 1.4, "tiles would be left out that fit"
