@@ -310,8 +310,9 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     r = tl.arange(0, r_block)
     queries = q_THd + (token * num_heads + h[:, None]) * width
     is_head_h, is_value_c, is_rotary_r = h < num_heads, c < value_dim, r < rotary_dim
-    q_hc = tl.load(queries + c[None, :], mask=is_head_h[:, None] & is_value_c[None, :], other=0.0)
-    q_hr = tl.load(queries + value_dim + r[None, :], mask=is_head_h[:, None] & is_rotary_r[None, :], other=0.0)
+    is_read_h = is_head_h & (begin < end)  # most parts of a short prompt have no keys
+    q_hc = tl.load(queries + c[None, :], mask=is_read_h[:, None] & is_value_c[None, :], other=0.0)
+    q_hr = tl.load(queries + value_dim + r[None, :], mask=is_read_h[:, None] & is_rotary_r[None, :], other=0.0)
     highest_h = tl.full((h_block,), LOWEST, dtype=tl.float32)
     sum_h = tl.zeros((h_block,), dtype=tl.float32)
     out_hc = tl.zeros((h_block, c_block), dtype=tl.float32)
