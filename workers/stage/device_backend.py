@@ -104,10 +104,12 @@ def row_wise_backend(
     try:
         # Triton is not installed on every platform.
         from tramontane.workers.attention.triton_attention import triton_kernels
+        from tramontane.workers.attention.triton_latent import invariant_kernels
         from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 
         products = triton_products(device, plan.weight_format)
-        kernels = try_kernels(plan, device, triton_kernels(plan))
+        kernels = invariant_kernels(plan, device) if plan.args.latent else triton_kernels(plan)
+        kernels = try_kernels(plan, device, kernels)
         # PyTorch computes the other operations, element by element.
         ops = replace(EAGER, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
         return DeviceBackend(

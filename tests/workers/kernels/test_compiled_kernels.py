@@ -18,6 +18,8 @@ COMPILED_BY = {
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
     ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
     ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",
+    ("triton_latent", "_attend"): "attention/test_triton_latent.py",
+    ("triton_latent", "_combine"): "attention/test_triton_latent.py",
     ("triton_linear", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_moe", "_choose_kernel"): "kernels/test_triton_moe.py",
     ("triton_moe", "_down_kernel"): "kernels/test_triton_moe.py",
