@@ -24,12 +24,9 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
-<<<<<<< HEAD
     additions: int  # of float32 numbers by a thread, outside of products
     products: tuple[str, ...]  # the tensor cores' instructions, as "mma m16n8k32 e4m3 e4m3"
-=======
     rounds_as_pytorch: bool  # no product of float32 is fused into a sum, and no quotient or exponential is approximate
->>>>>>> sampling
 
 
 def resource_usage(
