@@ -24,15 +24,16 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 # Tests that only compute have all cores first; those with Ray mostly wait, so two lanes of them run at once, and the output
-# of the second is shown when it ends. Ray's processes start too slowly beside tests that compute. Python keeps what it has
-# compiled, also where the environment says otherwise: the lanes start hundreds of processes.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
+# of the second is shown when it ends. Ray's processes start too slowly next to tests that use all cores; those of an older
+# processor use one, while the second lane ends. Python keeps what it has compiled, also where the environment says otherwise:
+# the lanes start hundreds of processes.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline check
 test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray
-	@$(MAKE) --no-print-directory --keep-going test-plain test-older-processor; plain=$$?; \
+	@$(MAKE) --no-print-directory --keep-going test-plain; plain=$$?; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
-	$(MAKE) --no-print-directory --keep-going test-serve test-ray; served=$$?; \
+	$(MAKE) --no-print-directory --keep-going test-serve test-ray test-older-processor; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
@@ -47,7 +48,7 @@ OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton
 	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \
-		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(PARALLEL) $(OF_PRODUCTS)
+		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve" tests/cluster --ignore=tests/cluster/pipeline

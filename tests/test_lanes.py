@@ -125,9 +125,9 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
         ("-m ray --ignore=tests/cluster", "-m ray"),
         ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
         ("OTHERS = test-serve-command test-ray-pipeline check", "OTHERS = test-serve-command check"),
-        ("--keep-going test-serve test-ray;", "--keep-going test-ray;"),
-        ("--keep-going test-serve test-ray;", "--keep-going test-serve;"),
-        ("test-plain test-older-processor;", "check test-older-processor;"),
+        ("--keep-going test-serve test-ray test-older-processor;", "--keep-going test-ray;"),
+        ("--keep-going test-serve test-ray test-older-processor;", "--keep-going test-serve;"),
+        ("--keep-going test-plain;", "--keep-going check;"),
     ],
 )
 def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None:

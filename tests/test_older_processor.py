@@ -71,7 +71,7 @@ def test_libraries_are_asked_in_the_environment_of_the_tests() -> None:
 def test_make_test_runs_it() -> None:
     recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe is not None
-    assert "test-older-processor" in recipe[1].partition("plain=$$?")[0]
+    assert "test-older-processor" in recipe[1].partition("served=$$?")[0]
     listed = re.search(r"^OF_PRODUCTS = ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE)
     assert listed is not None
     text = listed[1].replace("\\\n", " ")

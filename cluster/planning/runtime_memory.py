@@ -19,7 +19,7 @@ NUM_STREAMS = 2
 # Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size: 4.5 times, as measured.
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
-SAMPLING_BYTES = 48  # of a logit while its row is sampled: scaled, sorted with its token, its probability and their sums
+SAMPLING_BYTES = 48  # of a logit while its row is sampled, where PyTorch sorts it: its weight, its token and sums; or scored
 PROMPT_LOGITS = 2**22  # of prompts, computed at a time where their log-probabilities are asked for
 
 

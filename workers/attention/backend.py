@@ -36,7 +36,7 @@ class PrefillKernel(Protocol):
         """Build what ``attend`` needs, once per step and window class."""
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
-        """Compute the output [T, H, d] of one layer."""
+        """Compute the output [T, H, d] of one layer. With latent attention d may be the numbers of the values alone."""
 
 
 class PagedPrefillKernel(Protocol):
@@ -60,7 +60,7 @@ class DecodeKernel(Protocol):
         """Build what ``attend`` needs, once per step and window class."""
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
-        """Compute the output [B, H, d] of one layer."""
+        """Compute the output [B, H, d] of one layer. With latent attention d may be the numbers of the values alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,10 @@ class CachedAttention:
         self.decode_masks = [d and kernels.decode.build_mask(d) for d in index.decode]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor | None, v_TGd: Tensor | None, index: object = None, /) -> Tensor:
-        """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d]."""
+        """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d].
+
+        With latent attention the numbers of the values come first in d, and what follows means nothing.
+        """
         assert index is None
         assert k_TGd is not None
         assert v_TGd is not None
@@ -134,7 +137,10 @@ class CachedAttention:
             outs.append(self._prefill(layer, prefill, q_THd[:split], k_TGd[:split], v_TGd[:split]))
         if (decode := self.index.decode[window_class]) is not None:
             outs.append(self._decode(layer, decode, q_THd[split:], k_TGd[split:], v_TGd[split:]))
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        if len(outs) == 1:
+            return outs[0]
+        width = min(out.shape[2] for out in outs)  # of latent attention some kernels compute the numbers of the values alone
+        return torch.cat([out[..., :width] for out in outs])
 
     def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
         """Write the row's keys and values and return its queries [B, Q, d], rotated, where one kernel does all of that.

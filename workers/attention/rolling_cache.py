@@ -259,18 +259,17 @@ class LayerCache:
 
     def write(self, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
         """Overwrite rows [W] with the keys and values of these tokens, or of all."""
-        k_WGd, v_WGd = (each if tokens_W is None else each[tokens_W] for each in (k_TGd, v_TGd))
         if self.scales is not None:
-            written = self.quantized(k_WGd, v_WGd)
+            written = self.quantized(*(each if tokens_W is None else each[tokens_W] for each in (k_TGd, v_TGd)))
             assert written.scales is not None
             put_numbers(self.k_NGd, rows_W, written.k_NGd)
             put_numbers(self.v_NGd, rows_W, written.v_NGd)
             self.scales.k_NG.index_copy_(0, rows_W, written.scales.k_NG)
             self.scales.v_NG.index_copy_(0, rows_W, written.scales.v_NG)
             return
-        self.k_NGd.index_copy_(0, rows_W, k_WGd)
+        self.k_NGd.index_copy_(0, rows_W, k_TGd if tokens_W is None else k_TGd[tokens_W])
         if not self.values_are_keys:
-            self.v_NGd.index_copy_(0, rows_W, v_WGd)
+            self.v_NGd.index_copy_(0, rows_W, v_TGd if tokens_W is None else v_TGd[tokens_W])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -232,25 +232,30 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     is_query = is_inside & (a < num_queries)
     tl.store(to_query, rotated_first, mask=is_query)
     tl.store(to_query + half, rotated_second, mask=is_query)
-    is_key = is_inside & (a >= num_queries) & (a < num_queries + kv_heads)
-    is_value = is_inside & (a >= num_queries + kv_heads)
-    first = tl.where(is_key, rotated_first, first)
-    second = tl.where(is_key, rotated_second, second)
     row = tl.load(rows_B + token) * kv_heads
     key, value = row + a - num_queries, row + a - num_queries - kv_heads
-    if k_NG is not None:
-        first, second = first.to(tl.float32), second.to(tl.float32)
+    is_key = is_inside & (a >= num_queries) & (a < num_queries + kv_heads)
+    is_value = is_inside & (a >= num_queries + kv_heads)
+    to_key, to_value = k_NGd + key * (2 * half) + e, v_NGd + value * (2 * half) + e
+    if k_NG is None:
+        tl.store(to_key, rotated_first, mask=is_key)
+        tl.store(to_key + half, rotated_second, mask=is_key)
+        tl.store(to_value, first, mask=is_value)
+        tl.store(to_value + half, second, mask=is_value)
+    else:  # of keys and values alike
+        first = tl.where(is_key, rotated_first, first).to(tl.float32)
+        second = tl.where(is_key, rotated_second, second).to(tl.float32)
         is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
         scale = _scale(tl.maximum(tl.abs(first), tl.abs(second)), is_finite)[:, None]
         tl.store(k_NG + key, scale, mask=(a >= num_queries) & (a < num_queries + kv_heads))
         tl.store(v_NG + value, scale, mask=(a >= num_queries + kv_heads) & (a < num_queries + 2 * kv_heads))
         scale_ae = tl.broadcast_to(scale, (a_block, e_block))
-        first, second = tl.div_rn(first, scale_ae), tl.div_rn(second, scale_ae)
-    first, second = first.to(k_NGd.dtype.element_ty), second.to(k_NGd.dtype.element_ty)
-    tl.store(k_NGd + key * (2 * half) + e, first, mask=is_key)
-    tl.store(k_NGd + key * (2 * half) + half + e, second, mask=is_key)
-    tl.store(v_NGd + value * (2 * half) + e, first, mask=is_value)
-    tl.store(v_NGd + value * (2 * half) + half + e, second, mask=is_value)
+        first = tl.div_rn(first, scale_ae).to(k_NGd.dtype.element_ty)
+        second = tl.div_rn(second, scale_ae).to(k_NGd.dtype.element_ty)
+        tl.store(to_key, first, mask=is_key)
+        tl.store(to_key + half, second, mask=is_key)
+        tl.store(to_value, first, mask=is_value)
+        tl.store(to_value + half, second, mask=is_value)
 
 
 def cache_rows(ring: PageRings, slots_B: Tensor, positions_B: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, compile_native_kernels
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.stage_numerics import stage_numerics
+from tramontane.workers.stage.step_profiler import StepProfiler
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
@@ -89,11 +90,12 @@ class StageWorker:
         is_only = plan.is_first and plan.is_last
         self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if is_only else None
         self.graphs = self._graph_runner()
-        has_exact_sums = self.backend.has_exact_sums
+        sampling = self.backend.has_exact_sums, self.backend.choose_tokens
         self.last_stage = (
-            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, has_exact_sums) if plan.is_last else None
+            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling) if plan.is_last else None
         )
         self.numerics = Numerics()  # until ``load`` has found them out
+        self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
 
@@ -135,6 +137,7 @@ class StageWorker:
         worker.numerics = stage_numerics(model, worker.backend, worker.device, *kinds, is_batch_invariant=is_invariant)
         if worker.device.type == "cuda":
             report_compilations(plan.label)
+        worker.profiler = StepProfiler.from_environment(plan, worker.device)
         return worker
 
     @property
@@ -259,6 +262,8 @@ class StageWorker:
         return CudaGraphRunner(self.plan, self.model, self.cache, self.table, kernels, graph_capture, self.latest_tokens)
 
     def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
+        if self.profiler is not None:
+            self.profiler.begin_step()
         timer = StepTimer(self.backend.make_event)
         self.check_epoch(batch)
         self.check_order(batch)

@@ -38,8 +38,9 @@ from tramontane.proto.presets import PRESETS
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.sampling import logprobs
+from tramontane.workers.sampling.integer_sampler import choose_plainly
 from tramontane.workers.sampling.logprobs import token_logprobs
-from tramontane.workers.sampling.sampler import _sample_randomly
+from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.stage import cuda_graphs
 
 MISTRAL = PRESETS["mistral-7b-v0.1"]
@@ -92,7 +93,7 @@ def test_logits_are_counted_as_they_are_sampled() -> None:
     logits_SV = torch.randn(64, 1000)
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=1)
     with _live_bytes() as live:
-        _sample_randomly(logits_SV, [(params, position) for position in range(64)], has_exact_sums=False)
+        sample(logits_SV, [params] * 64, range(64), choose_plainly)
     assert 0.5 * SAMPLING_BYTES < live.peak / logits_SV.numel() <= SAMPLING_BYTES
 
 

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from meta_device import META, OtherMemory
+from sampling_by_hand import SAMPLINGS
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +25,7 @@ pytest.importorskip("triton", reason="Triton's kernels are counted, and Triton i
 from triton.runtime.jit import JITFunction
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
 from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
@@ -35,6 +38,9 @@ from tramontane.workers.kernels.triton_gemv import BLOCKS, gemv
 from tramontane.workers.model import moe
 from tramontane.workers.model.grouped_gemm import StackedExperts
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.integer_sampler import ChooseTokens
+from tramontane.workers.sampling.sampler import sample
+from tramontane.workers.sampling.triton_sampler import choose_tokens
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -149,3 +155,30 @@ def test_a_step_launches_few_kernels(kind: str, num_decodes: int, monkeypatch: p
     assert layer.total() <= MAX_LAYER_LAUNCHES[kind], layer
     assert others.total() <= MAX_OTHER_LAUNCHES, others
     assert fewer.total() == LAYERS * layer.total() + others.total()
+
+
+def _sampling_launches(
+    params: list[SamplingParams], choose: ChooseTokens | None, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    counter = LaunchCounter()
+    monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
+    with counter:
+        tokens_S = sample(torch.empty(len(params), 32_000, device=META), params, range(len(params)), choose)
+    assert (tokens_S.shape, tokens_S.dtype) == ((len(params),), torch.int64)
+    return counter.launches
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_tokens_are_sampled_by_one_kernel(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rows want, greedy ones among them. Without Triton it takes some eighty."""
+    params = [*([SamplingParams(temperature=0.0)] if num_rows > 1 else []), *SAMPLINGS * 6][:num_rows]
+    assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1}
+    assert _sampling_launches(params, None, monkeypatch).total() > 20
+
+
+def test_greedy_tokens_are_chosen_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parameters are zeros, which the device makes itself. Without Triton it takes eight."""
+    params = [SamplingParams(temperature=0.0)] * 4
+    assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1, "zeros": 1}
+    assert _sampling_launches(params, None, monkeypatch).total() > 2
