@@ -14,7 +14,7 @@ from torch import Tensor
 from tramontane.workers.attention.metadata import PrefillMetadata, build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.attention.triton_attention import TritonDecode, TritonPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, read_back, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import SplitKDecode
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -59,6 +59,9 @@ def check_writes(kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) 
         write_rows(ours, rows.to(device), k_TGd, v_TGd, None if tokens is None else tokens.to(device))
         theirs.write(rows.to(device), k_TGd, v_TGd, None if tokens is None else tokens.to(device))
         _assert_same(ours, theirs)
+    for one, other in zip(read_rows(ours, rows_W.to(device)), ours.read(rows_W.to(device)), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     write_rows(ours, rows.to(device)[:0], k_TGd[:0], v_TGd[:0], None)  # nothing
     for one, other in zip(read_back(ours, k_TGd, v_TGd), ours.read_back(k_TGd, v_TGd), strict=True):
         assert one.dtype == dtype

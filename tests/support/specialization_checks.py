@@ -26,7 +26,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, read_back, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.attention.triton_latent import latent_decode_kernels, latent_prefill_kernels
 from tramontane.workers.kernels.fused_ops import EAGER, _with_triton_norms
@@ -83,7 +83,7 @@ def fastest_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     else:
         decode = next(iter(split_k_kernels(4, plan.args.n_kv_heads).values()))
         kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, read_back=read_back, cache_rows=cache_rows)
-        kernels = replace(kernels, rotate_and_write=rotate_and_write)
+        kernels = replace(kernels, read=read_rows, rotate_and_write=rotate_and_write)
     return DeviceBackend(kernels, _with_triton_norms(EAGER), choose_tokens=choose_tokens)
 
 

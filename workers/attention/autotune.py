@@ -97,15 +97,17 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
         from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
             cache_rows,
             read_back,
+            read_rows,
             rotate_and_write,
             write_rows,
         )
     except ImportError:
         return kernels
-    if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows, read_back)):
+    ours = replace(kernels, write=write_rows, read=read_rows, read_back=read_back, cache_rows=cache_rows)
+    if reason := try_or_reason(lambda: check_writes(plan, device, ours)):
         logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
         return kernels
-    kernels = replace(kernels, write=write_rows, read_back=read_back, cache_rows=cache_rows)
+    kernels = ours
     if plan.args.latent:  # whose keys are not heads of a product
         return kernels
     if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):

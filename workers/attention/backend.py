@@ -82,6 +82,7 @@ class SparseKernels(Protocol):
 
 
 Write = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor | None], None]  # see ``LayerCache.write``
+Read = Callable[[LayerCache, Tensor], tuple[Tensor, Tensor]]  # of rows [C], see ``LayerCache.read``
 ReadBack = Callable[[LayerCache, Tensor, Tensor], tuple[Tensor, Tensor]]  # see ``LayerCache.read_back``
 CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
 # Rotates queries and keys of single tokens, writes keys and values to cache rows [B], and returns the queries [B, Q, d]. It is
@@ -100,6 +101,7 @@ class AttentionKernels:
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
     fp8_prefill: Fp8PrefillKernel | None = None  # ``prefill``, if it takes an FP8 cache's keys as they are
     write: Write = LayerCache.write
+    read: Read = LayerCache.read
     read_back: ReadBack = LayerCache.read_back
     cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
     rotate_and_write: RotateAndWrite | None = None  # None: layers rotate, and ``write`` writes
@@ -169,7 +171,7 @@ class CachedAttention:
             if index.pages_CN is not None and kernels.paged_prefill is not None:
                 out_THd = kernels.paged_prefill.attend_pages(q_THd, *own, cached, mask)
             else:
-                out_THd = kernels.prefill.attend(q_THd, *_all_keys(index, cached, *own), mask)
+                out_THd = kernels.prefill.attend(q_THd, *_all_keys(index, cached, *own, kernels.read), mask)
         kernels.write(cached, index.write_rows, k_TGd, v_TGd, index.written)
         return out_THd
 
@@ -180,11 +182,13 @@ class CachedAttention:
         return self.kernels.decode.attend(q_BHd, cached, self.decode_masks[self.cache.class_of[layer]])
 
 
-def _all_keys(index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+def _all_keys(
+    index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor, read: Read = LayerCache.read
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values [S, G, d] of all chunks: for each those that it sees of the cache, then its own."""
     if not len(index.cached_rows):
         return k_TGd, v_TGd
-    k_CGd, v_CGd = cached.read(index.cached_rows)
+    k_CGd, v_CGd = read(cached, index.cached_rows)
     k_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
     return k_SGd, k_SGd if cached.values_are_keys else torch.cat((v_CGd, v_TGd))[index.key_order]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention.backend import CacheRows, DecodeKernel, PrefillKernel, ReadBack, RotateAndWrite, Write
+from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel, RotateAndWrite
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
@@ -95,12 +95,10 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
 
 
 @torch.inference_mode()
-def check_writes(
-    plan: StagePlan, device: torch.device, write: Write, cache_rows: CacheRows, read_back: ReadBack = LayerCache.read_back
-) -> None:
-    """Compare writes to a cache, of all tokens and of some, and the rows of positions, with PyTorch's.
+def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> None:
+    """Compare writes to a cache, of all tokens and of some, the rows of positions, and what is read of rows, with PyTorch's.
 
-    Of a cache in FP8 also what will be read of keys and values. Raises ArithmeticError.
+    Raises ArithmeticError.
     """
     ring = _filled_ring(None, plan.cache.page_size, 2, device)
     slots_B, positions_B = torch.tensor([1, 0, 1], device=device), torch.tensor([0, 17, TABLE_KEYS - 1], device=device)
@@ -112,11 +110,13 @@ def check_writes(
     for tokens in (None, torch.tensor([2, 0, 1], device=device)):
         caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device, is_latent, is_fp8=is_fp8) for _ in range(2)]
         caches[0].write(rows_B, k_TGd, v_TGd, tokens)
-        write(caches[1], cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
+        kernels.write(caches[1], kernels.cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
         if not all(map(torch.equal, caches[0].dequantized(), caches[1].dequantized())):
             raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
-    if not all(map(torch.equal, read_back(caches[0], k_TGd, v_TGd), caches[0].read_back(k_TGd, v_TGd))):
-        raise ArithmeticError("what is read of keys and values differs from what PyTorch reads")
+    reads = kernels.read(caches[0], rows_B), kernels.read_back(caches[0], k_TGd, v_TGd)
+    for ours, theirs in zip(reads, (caches[0].read(rows_B), caches[0].read_back(k_TGd, v_TGd)), strict=True):
+        if not all(map(torch.equal, ours, theirs)):
+            raise ArithmeticError("what is read of keys and values differs from what PyTorch reads")
 
 
 @torch.inference_mode()

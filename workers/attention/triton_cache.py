@@ -1,7 +1,7 @@
 """Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache rows of positions by another.
 
 A third kernel rotates the heads of single tokens and writes their keys and values. Those of a cache in FP8 are quantized as they
-are written, with the bits of ``quantized_rows.py``, and a fourth kernel returns prompts' keys as they will be read.
+are written, with the bits of ``quantized_rows.py``. Two more kernels read its rows, and return keys as they will be read.
 
 Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H query heads, G key/value heads, A heads
 of queries, keys and values side by side, d head_dim, S slots, R pages of a ring; e elements and a heads of a program.
@@ -17,6 +17,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 
 B_BLOCK = 128
 FACTOR, SMALLEST = tl.constexpr(PER_LARGEST), tl.constexpr(SMALLEST_SCALE)
+READ_WARPS = 2  # with 8 heads of 128 a thread reads 16 bytes of FP8
 A_BLOCK = 4  # with a warp and heads of 128 a thread reads 16 bytes of a half: one token has 12 programs if it has 48 heads
 
 
@@ -72,6 +73,22 @@ def read_back(cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor,
     if num_tokens:
         with torch.cuda.device_of(k_TGd):  # type: ignore[no-untyped-call]  # as above
             _read_back[(num_tokens,)](k_TGd, v_TGd, *out, k_TGd.stride(0), v_TGd.stride(0), kv_heads, head_dim, *blocks)
+    return out[0], out[1]
+
+
+def read_rows(cached: LayerCache, rows_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``AttentionKernels.read``."""
+    if (scales := cached.scales) is None:
+        return cached.read(rows_C)
+    num_rows, kv_heads, head_dim = len(rows_C), *cached.k_NGd.shape[1:]
+    out = [torch.empty(num_rows, kv_heads, head_dim, dtype=scales.dtype, device=rows_C.device) for _ in range(2)]
+    blocks = int(triton.next_power_of_2(kv_heads)), int(triton.next_power_of_2(head_dim))
+    if num_rows:
+        with torch.cuda.device_of(rows_C):  # type: ignore[no-untyped-call]  # as above
+            _read_quantized[(num_rows,)](
+                *(cached.k_NGd, cached.v_NGd, scales.k_NG, scales.v_NG, rows_C, *out, kv_heads, head_dim, *blocks),
+                num_warps=READ_WARPS,
+            )
     return out[0], out[1]
 
 
@@ -141,6 +158,35 @@ def _write_quantized(  # type: ignore[no-untyped-def]
     v_ge, v_scale_g = _quantize_heads(v_TGd + token * v_stride, head_dim, kv_heads, head_dim, g_block, e_block)
     tl.store(v_NGd + to_ge, v_ge.to(v_NGd.dtype.element_ty), mask=is_inside_ge)
     tl.store(v_NG + to_g, v_scale_g, mask=g < kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_quantized(  # type: ignore[no-untyped-def]
+    k_NGd,
+    v_NGd,
+    k_NG,
+    v_NG,
+    rows_C,
+    k_CGd,
+    v_CGd,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    g_block: tl.constexpr,
+    e_block: tl.constexpr,
+):
+    """Read one row. Of cache row 70, with 8 heads of 128: numbers 71680 to 72703 and scales 560 to 567."""
+    number = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, g_block)
+    e = tl.arange(0, e_block)
+    from_g, to_g = tl.load(rows_C + number) * kv_heads + g, number * kv_heads + g
+    from_ge, to_ge = from_g[:, None] * head_dim + e[None, :], to_g[:, None] * head_dim + e[None, :]
+    is_inside_ge = (g < kv_heads)[:, None] & (e < head_dim)[None, :]
+    k_ge = tl.load(k_NGd + from_ge, mask=is_inside_ge, other=0.0).to(tl.float32)
+    k_ge = k_ge * tl.load(k_NG + from_g, mask=g < kv_heads, other=0.0)[:, None]
+    tl.store(k_CGd + to_ge, k_ge.to(k_CGd.dtype.element_ty), mask=is_inside_ge)
+    v_ge = tl.load(v_NGd + from_ge, mask=is_inside_ge, other=0.0).to(tl.float32)
+    v_ge = v_ge * tl.load(v_NG + from_g, mask=g < kv_heads, other=0.0)[:, None]
+    tl.store(v_CGd + to_ge, v_ge.to(v_CGd.dtype.element_ty), mask=is_inside_ge)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from interpreted_checks import run_interpreted
 
 from tramontane.proto.errors import ConfigError
 from tramontane.workers.attention.triton_attention import KEYS, STAGES, WARPS
-from tramontane.workers.attention.triton_cache import A_BLOCK
+from tramontane.workers.attention.triton_cache import A_BLOCK, READ_WARPS
 from tramontane.workers.attention.triton_decode import VARIANTS
 from tramontane.workers.stage.device_backend import check_fp8_support
 
@@ -84,6 +84,10 @@ def test_rotation_and_writes_compile_without_spills(capability: int) -> None:
     for has_tokens in (False, True):
         usage = resource_usage(module, "_write_quantized", types, (8, 128, 8, 128, has_tokens), range(10), 4, 3, capability)
         assert usage.spilled_bytes == 0
+    types = (*("*fp8e4nv",) * 2, *("*fp32",) * 2, "*i64", *("*bf16",) * 2)
+    usage = resource_usage(module, "_read_quantized", types, (8, 128, 8, 128), range(7), READ_WARPS, 3, capability)
+    assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads
     types = (*("*bf16",) * 4, *("i32",) * 2)
     usage = resource_usage(module, "_read_back", types, (8, 128, 8, 128), range(6), 4, 3, capability)
     assert usage.spilled_bytes == 0
