@@ -165,10 +165,11 @@ def _max_tokens(config: EngineConfig, plan: PipelinePlan) -> int:
 def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
     """Return whether steps are submitted before the tokens of those before them are known.
 
-    Several stages are kept busy by several micro-batches, and drafts go ahead of tokens in their own way. With expert actors a
-    step begins before the one before it has sampled. With ``--local`` there is next to nothing between two steps.
+    Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead of tokens in their own way.
+    With expert actors a step begins before the one before it has sampled. With ``--local`` there is next to nothing between two
+    steps.
     """
-    is_possible = len(plan.stages) == 1 and not (plan.experts or config.speculative_config or config.local)
+    is_possible = plan.max_concurrent_stages == 1 and not (plan.experts or config.speculative_config or config.local)
     return config.async_scheduling and is_possible and config.max_in_flight is None
 
 
