@@ -266,6 +266,7 @@ class PipelinePlan:
     max_concurrent_stages: int  # for which there are processors at the same time
     experts: ExpertPlan | None = None
     chosen: tuple[LimitChoice, ...] = ()  # on GPUs
+    on_gpus: bool = False
 
     @property
     def is_oversubscribed(self) -> bool:

@@ -197,8 +197,8 @@ class BatchingKeys(KeyGroup):
     async_scheduling: bool = key(
         True,
         "Submit the next step before the tokens of the last one are known, where that hides a share of the time that matters "
-        "(docs/async-scheduling.md). Only in pipelines of which one stage computes at a time, without expert actors, speculation "
-        "or max_in_flight, and not where all stages are in one process without Ray.",
+        "(docs/async-scheduling.md). Only in pipelines of one stage or of stages that share one GPU, without expert actors, "
+        "speculation or max_in_flight, and not where all stages are in one process without Ray.",
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
         None,

@@ -167,9 +167,10 @@ def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
 
     Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead of tokens in their own way.
     With expert actors a step begins before the one before it has sampled. With ``--local`` there is next to nothing between two
-    steps.
+    steps. Stages that take turns at the cores of a machine would share them with the router, which they need all.
     """
-    is_possible = plan.max_concurrent_stages == 1 and not (plan.experts or config.speculative_config or config.local)
+    is_one_at_a_time = len(plan.stages) == 1 or (plan.on_gpus and plan.max_concurrent_stages == 1)
+    is_possible = is_one_at_a_time and not (plan.experts or config.speculative_config or config.local)
     return config.async_scheduling and is_possible and config.max_in_flight is None
 
 

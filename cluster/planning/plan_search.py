@@ -85,7 +85,7 @@ def _best_stages(
         plan = with_chosen_limits(config, args, plan, partial(_request, config, args, slots, hardware), tflops)
     threads, per_slot = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
     at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, per_slot)
-    return replace(plan, max_concurrent_stages=at_once), slots
+    return replace(plan, max_concurrent_stages=at_once, on_gpus=bool(hardware.gpus)), slots
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:

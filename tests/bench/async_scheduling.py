@@ -1,9 +1,9 @@
 """Benchmark of asynchronous scheduling: steps that are submitted before tokens are known, against steps that are not.
 
-    python tests/bench/async_scheduling.py [--stages 1] [--rounds 7] [--cache .bench] [--json]
+    python tests/bench/async_scheduling.py [--rounds 7] [--cache .bench] [--json]
 
 Two engines of one stage run at the same time, each in processes of its own with the demo model in float32 on one core, and get
-the same work in turns. With ``--stages 2`` each has two stages that take turns at all cores:
+the same work in turns:
 
 * one stream, greedy, 512 tokens;
 * 64 streams at a temperature of 1, 64 tokens each;
@@ -42,8 +42,8 @@ def works() -> dict[str, Work]:
     }
 
 
-def run(turns: EngineTurns, cache: Path, rounds: int, stages: int) -> None:
-    settings = {"stages": stages, "threads_per_stage": 1 if stages == 1 else os.cpu_count()}
+def run(turns: EngineTurns, cache: Path, rounds: int) -> None:
+    settings = {"stages": 1, "threads_per_stage": 1}
     with (
         our_engine(DEMO_MODEL, "float32", settings | {"async_scheduling": True}, cache) as own,
         our_engine(DEMO_MODEL, "float32", settings | {"async_scheduling": False}, cache) as other,
@@ -61,7 +61,6 @@ def targets(turns: EngineTurns) -> list[Target]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
     parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
@@ -69,7 +68,7 @@ def main() -> None:
     cache: Path = options.cache.resolve()
     os.makedirs(cache, exist_ok=True)
     turns = EngineTurns(Console(stderr=True, highlight=False), comparable=(WITH, WITHOUT))
-    run(turns, cache, options.rounds, options.stages)
+    run(turns, cache, options.rounds)
     conclude(targets(turns), turns.table(WITHOUT), data={"tokens_per_s": turns.tokens_per_s}, as_json=options.json)
 
 

@@ -663,7 +663,7 @@ def test_a_scheduler_caches_prefixes_as_configured() -> None:
         ({"speculative_config": '{"num_speculative_tokens": 3}'}, False),
         ({"stages": 2}, False),
         ({"stages": 2, "threads_per_stage": 1}, False),
-        ({"stages": 2, "threads_per_stage": 8}, True),  # one has all cores, then the other
+        ({"stages": 2, "threads_per_stage": 8}, False),  # one has all cores, then the other, and the router between them
         ({"stages": 3, "threads_per_stage": 4}, False),
     ],
 )
