@@ -171,7 +171,7 @@ def test_the_same_answer_of_a_single_stream(
 
 
 def test_the_first_of_several_stages_takes_tokens_from_the_result_of_the_step_before() -> None:
-    """Chunks' tokens come first in a result; a sequence without a token has ended, and goes on with any token."""
+    """Chunks' tokens come first in a result; a sequence without a token has ended, and gets any token of the vocabulary."""
     plan = tiny_plan(ATTENTION_KINDS["window"], 2, 4, 4)
     first, _ = split_model(random_model(ATTENTION_KINDS["window"]), plan)
     first.fence(0)
