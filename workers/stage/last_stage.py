@@ -33,7 +33,7 @@ class StepTokens(NamedTuple):
 class LastStage:
     """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of hidden states [S, D].
 
-    ``latest_tokens``: of the only stage of a pipeline.
+    ``latest_tokens``: where those are kept that the router may not know before the next step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LastStage:
         table: SequenceTable,
         head: Callable[[Tensor], Tensor],
         read_pieces: LoadVocabulary,
-        latest_tokens: LatestTokens | None,
+        latest_tokens: LatestTokens,
         has_exact_sums: bool,
         choose: ChooseTokens | None,
     ) -> None:
@@ -94,7 +94,7 @@ class LastStage:
         rows = SampledRows.of(batch)
         sampled = self.token_sampler.sample(logits_SV, rows)
         verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids))
-        if self._latest_tokens is not None and not rows.has_drafts:
+        if not rows.has_drafts:
             self._latest_tokens.put(rows.seq_ids, sampled.token_ids)
 
         def read() -> StepTokens:

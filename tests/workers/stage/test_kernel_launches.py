@@ -1,4 +1,4 @@
-"""How many kernels a step of decodes launches on a GPU: with few sequences each takes about as long as its launch.
+"""How many kernels a step launches on a GPU: with few tokens each takes about as long as its launch.
 
 Stages are recorded on torch's meta device, as CUDA graphs are, with the kernels of this project that a GPU would be given. An
 operation of PyTorch counts as one kernel, one that makes a view or memory as none, and each of ``FusedOps`` and each Triton
@@ -7,7 +7,7 @@ kernel as one.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from triton.runtime.jit import JITFunction
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.device import pinned_memory
 from tramontane.workers.kernels import fused_ops
@@ -51,6 +52,9 @@ LAYERS = 2
 # Of a layer: four products, two norms, the rotation with the write to the cache, attention and silu_and_mul. With experts three
 # products are followed by their choice, gate_up (with silu_and_mul) and down.
 MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
+# Of a step with chunks and single tokens: four products, two norms, the rotation, attention of both, their outputs together, the
+# write to the cache and silu_and_mul.
+MAX_MIXED_LAYER_LAUNCHES = 12
 # Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin, counters of parts, padding,
 # the last sum, norm, product and conversion to float32.
 MAX_OTHER_LAUNCHES = 13
@@ -116,13 +120,25 @@ def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], *_: object) 
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
 
-def _launches(args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the kernels in the graph of so many decodes, of a model that is one stage."""
-    counter = LaunchCounter()
+class OnePrefill(SdpaPrefill):
+    """Attention of chunks as one kernel, as on GPUs."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        self._attend = counter.count_once("prefill", super().attend)
+
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
+        out: Tensor = self._attend(q_THd, k_SGd, v_SGd, mask)
+        return out
+
+
+def _worker(
+    args: ModelArgs, counter: LaunchCounter, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str = "auto"
+) -> StageWorker:
+    """Return the only stage of a model, with what a GPU would be given."""
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
     monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
-    plan = tiny_plan(args, 1, dtype="bfloat16").stages[0]
+    plan = tiny_plan(args, 1, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).stages[0]
     with META:
         model = StageModel(args, plan.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, plan.layers), plan.weight_format, META) if args.moe else {}
@@ -132,10 +148,31 @@ def _launches(args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch
             layer.small_batch_products = ((1, "gemv", partial(gemv, block=BLOCKS[0])),)
     compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
     decode = next(iter(split_k_kernels(1, args.n_kv_heads).values()))
-    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
-    worker = StageWorker(
-        plan, model, "meta", backend=DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
-    )
+    kernels = AttentionKernels(OnePrefill(counter), decode, write=write_rows, read=read_rows, read_back=read_back)
+    kernels = replace(kernels, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
+    backend = DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
+    return StageWorker(plan, model, "meta", backend=backend)
+
+
+def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str = "auto") -> Counter[str]:
+    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled."""
+    counter = LaunchCounter()
+    worker = _worker(args, counter, monkeypatch, kv_cache_dtype)
+    worker.fence(0)
+    sizes, first_pages, chunks = (20, 1, 1), iter((0, 2, 3)), []
+    for seq_id, size in enumerate(sizes):
+        page = next(first_pages)
+        pages = tuple(range(page, page + -(-size // worker.plan.cache.page_size)))
+        chunks.append(Chunk(seq_id, 0, (0,) * size, (pages,), SamplingParams(), needs_sample=False))
+    with counter:
+        worker.launch(MicroBatch(0, 0, tuple(chunks)), None)
+    return counter.launches
+
+
+def _launches(args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str = "auto") -> Counter[str]:
+    """Return the kernels in the graph of so many decodes, of a model that is one stage."""
+    counter = LaunchCounter()
+    worker = _worker(args, counter, monkeypatch, kv_cache_dtype)
     worker.prepare()
     assert worker.graphs is not None
     by_rows = {rows: launches for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)}
@@ -182,3 +219,22 @@ def test_greedy_tokens_are_chosen_by_one_kernel(monkeypatch: pytest.MonkeyPatch)
     params = [SamplingParams(temperature=0.0)] * 4
     assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1, "zeros": 1}
     assert _sampling_launches(params, None, monkeypatch).total() > 2
+
+
+def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel by kernel, so that the host has to launch all of them in the time that the device takes."""
+    fewer, more = (_mixed_launches(tiny_args(n_layers=n, moe=False, window=None), monkeypatch) for n in (LAYERS, LAYERS + 1))
+    layer = more - fewer
+    assert layer.total() <= MAX_MIXED_LAYER_LAUNCHES, layer
+    assert (layer["prefill"], layer["cat"], layer["triton_cache._write"]) == (1, 1, 1)
+
+
+def test_keys_and_values_in_fp8_take_one_kernel_more_in_a_step_with_prompts_and_none_in_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Single tokens are quantized by the kernels that write them, and chunks attend to what one more kernel has rounded."""
+    args = tiny_args(n_layers=LAYERS, moe=False, window=None)
+    assert _launches(args, 4, monkeypatch, "fp8") == _launches(args, 4, monkeypatch)
+    plain, fp8 = _mixed_launches(args, monkeypatch), _mixed_launches(args, monkeypatch, "fp8")
+    assert fp8 - plain == {"triton_cache._read_back": LAYERS, "triton_cache._write_quantized": LAYERS}
+    assert plain - fp8 == {"triton_cache._write": LAYERS}
