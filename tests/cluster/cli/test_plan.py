@@ -365,7 +365,8 @@ def test_quantized_weights_are_planned_and_shown(wanted: Quantization, capsys: p
 
 def test_keys_and_values_in_fp8_are_planned_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Of heads of 128 a position takes 132 bytes for 256, so 1.94 times as many fit."""
-    plain, fp8 = (_planned(capsys, "mistral-7b-v0.3", "24GiB", kv_cache_dtype=kind) for kind in ("auto", "fp8"))
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # which decide what is left for pages
+    plain, fp8 = (_planned(capsys, "mistral-7b-v0.3", "24GiB", kv_cache_dtype=kind, **limits) for kind in ("auto", "fp8"))
     assert (plain["kv_cache_dtype"], fp8["kv_cache_dtype"]) == ("auto", "fp8")
     pages = [data["pages"][0]["num_pages"] for data in (plain, fp8)]
     assert pages[1] == pytest.approx(pages[0] * 256 / 132, rel=1e-3)
