@@ -51,7 +51,8 @@ class TileMask:
 def triton_kernels(plan: StagePlan) -> AttentionKernels:
     """Return the kernels of a stage."""
     group = plan.args.n_heads // plan.args.n_kv_heads
-    return AttentionKernels(TritonPrefill(group), TritonDecode(), is_batch_invariant=True)
+    prefill = TritonPrefill(group)
+    return AttentionKernels(prefill, TritonDecode(), is_batch_invariant=True, fp8_prefill=prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,11 @@ class TritonPrefill:
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: TileMask) -> Tensor:
         """Compute the output [T, H, d]."""
-        return _launch(q_THd, k_SGd, v_SGd, mask, table_width=0)
+        return self.attend_fp8(q_THd, LayerCache(k_SGd, v_SGd), mask)
+
+    def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: TileMask) -> Tensor:
+        """Compute the output [T, H, d], also of keys and values in FP8, as ``TritonDecode`` does."""
+        return _launch(q_THd, keys, mask, table_width=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class TritonDecode:
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: TileMask) -> Tensor:
         """Compute the output [B, H, d]."""
-        return _launch(q_BHd, cached.k_NGd, cached.v_NGd, mask, table_width=mask.pages_IW.shape[1])
+        return _launch(q_BHd, cached, mask, table_width=mask.pages_IW.shape[1])
 
 
 def _rows_of_tile(group: int) -> int:
@@ -99,8 +104,9 @@ def _rows_of_tile(group: int) -> int:
     return max(ROWS, int(triton.next_power_of_2(group)))
 
 
-def _launch(q_THd: Tensor, k_NGd: Tensor, v_NGd: Tensor, mask: TileMask, table_width: int) -> Tensor:
-    q_THd, k_NGd, v_NGd = (aligned(x) for x in (q_THd, k_NGd, v_NGd))
+def _launch(q_THd: Tensor, cached: LayerCache, mask: TileMask, table_width: int) -> Tensor:
+    q_THd, k_NGd, v_NGd = (aligned(x) for x in (q_THd, cached.k_NGd, cached.v_NGd))
+    scales = (None, None) if cached.scales is None else (aligned(cached.scales.k_NG), aligned(cached.scales.v_NG))
     (_, num_heads, head_dim), kv_heads = q_THd.shape, k_NGd.shape[1]
     group, out_THd = num_heads // kv_heads, torch.empty_like(q_THd)
     sizes = mask.page_size, table_width, mask.window, LOG2_E / head_dim**0.5
@@ -109,7 +115,7 @@ def _launch(q_THd: Tensor, k_NGd: Tensor, v_NGd: Tensor, mask: TileMask, table_w
         with torch.cuda.device_of(out_THd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _kernel[len(mask.tiles_I4), kv_heads](
                 *(q_THd, k_NGd, v_NGd, mask.tiles_I4, mask.pages_IW, out_THd),
-                *(*sizes, *constants, KEYS[q_THd.element_size()]),
+                *(*sizes, *scales, *constants, KEYS[q_THd.element_size()]),
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
@@ -128,6 +134,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     table_width,
     window,
     scale,
+    k_NG,
+    v_NG,
     group: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -140,8 +148,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     Row r is query head r % group of token r // group. Window 100, 16 tokens from position 130 on: keys 31 to 145 are read, in
     blocks of 64 from positions 0, 64 and 128 on; the token at position 131 does not see key 31.
 
-    A row that sees a value that is not finite becomes NaN. Such values are taken out, because rows that do not see them would
-    multiply them by 0.
+    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None. A row that sees a value that is not finite becomes NaN. Such
+    values are taken out, because rows that do not see them would multiply them by 0.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     first_token = tl.load(tiles_I4 + tile * 4)
@@ -167,10 +175,15 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         is_read_k = (key_k >= oldest) & (key_k < end)
         page_k = tl.load(pages + key_k // page_size, mask=is_read_k, other=0).to(tl.int64)
         row_k = (page_k * page_size + key_k % page_size + shift) * kv_heads + head
+        if k_NG is not None:
+            k_scale_k = tl.load(k_NG + row_k, mask=is_read_k, other=0.0) * scale
+            v_scale_k = tl.load(v_NG + row_k, mask=is_read_k, other=0.0)
         is_read_ek = is_read_k[None, :] & (e < head_dim)[:, None]
         k_ek = tl.load(k_NGd + row_k[None, :] * head_dim + e[:, None], mask=is_read_ek, other=0.0)
         is_read_ke = is_read_k[:, None] & (e < head_dim)[None, :]
         v_ke = tl.load(v_NGd + row_k[:, None] * head_dim + e[None, :], mask=is_read_ke, other=0.0)
+        if k_NG is not None:  # exact, and by way of float32, as in ``triton_decode.py``
+            k_ek, v_ke = k_ek.to(tl.float32).to(q_re.dtype), v_ke.to(tl.float32).to(q_re.dtype)
         is_finite_ke = tl.abs(v_ke.to(tl.float32)) < float("inf")
         is_bad_k = tl.min(is_finite_ke.to(tl.int32), axis=1) == 0
         v_ke = tl.where(is_finite_ke, v_ke, 0.0).to(v_ke.dtype)
@@ -178,12 +191,19 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         is_seen_rk = is_seen_rk & is_query_r[:, None]
         sees_r = tl.max(is_seen_rk.to(tl.int32), axis=1) > 0
         is_lost_r = tl.maximum(is_lost_r, tl.max((is_seen_rk & is_bad_k[None, :]).to(tl.int32), axis=1))
-        score_rk = tl.where(is_seen_rk, tl.dot(q_re, k_ek, input_precision="ieee") * scale, LOWEST)
+        if k_NG is None:
+            score_rk = tl.dot(q_re, k_ek, input_precision="ieee") * scale
+        else:
+            score_rk = tl.dot(q_re, k_ek, input_precision="ieee") * k_scale_k[None, :]
+        score_rk = tl.where(is_seen_rk, score_rk, LOWEST)
         top_r = tl.maximum(highest_r, tl.max(score_rk, axis=1))
         weight_rk = tl.where(is_seen_rk, tl.exp2(score_rk - top_r[:, None]), 0.0)
         factor_r = tl.where(top_r == highest_r, 1.0, tl.exp2(highest_r - top_r))
+        sum_of_weights_r = tl.sum(weight_rk, axis=1)
+        if v_NG is not None:
+            weight_rk = weight_rk * tl.where(is_bad_k, 0.0, v_scale_k)[None, :]
         more_re = tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
-        sum_r = tl.where(sees_r, sum_r * factor_r + tl.sum(weight_rk, axis=1), sum_r)
+        sum_r = tl.where(sees_r, sum_r * factor_r + sum_of_weights_r, sum_r)
         out_re = tl.where(sees_r[:, None], out_re * factor_r[:, None] + more_re, out_re)
         highest_r = top_r
     out_re = tl.where(is_lost_r[:, None] > 0, float("nan"), out_re / tl.where(is_query_r, sum_r, 1.0)[:, None])

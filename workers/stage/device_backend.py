@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels, try_kernels
@@ -22,6 +23,8 @@ from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import kernel_for
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
+
+FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,10 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
     This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
-    if the plan requires batch invariance on a GPU that has no kernels for it.
+    if the plan requires batch invariance on a GPU that has no kernels for it, or a cache in FP8 on one that has no FP8.
     """
+    if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
+        check_fp8_support(plan.label, torch.cuda.get_device_capability(device))
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
         return DeviceBackend(select_kernels(plan, device, KernelSelector.of_device(device)), native_ops(plan.args, dtype))
@@ -90,6 +95,15 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
 
 def _sampler(plan: StagePlan, device: torch.device) -> ChooseTokens | None:
     return kernel_for(device, plan.args.vocab_size) if plan.is_last else None
+
+
+def check_fp8_support(label: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError if a GPU of this compute capability does not convert numbers in FP8 (e4m3)."""
+    if capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"{label} is on a GPU of compute capability {have}, and --kv-cache-dtype fp8 needs {need} or later; leave it out"
+        )
 
 
 def row_wise_backend(

@@ -12,9 +12,12 @@ TESTS = Path(__file__).parents[2]
 WORKERS = TESTS.parent / "workers"
 COMPILED_BY = {
     ("triton_attention", "_kernel"): "kernels/test_triton_linear.py",
+    ("triton_cache", "_read_back"): "attention/test_fp8_kernels.py",
+    ("triton_cache", "_read_quantized"): "attention/test_fp8_kernels.py",
     ("triton_cache", "_rotate_and_write"): "attention/test_triton_decode.py",
     ("triton_cache", "_rows"): "attention/test_triton_decode.py",
     ("triton_cache", "_write"): "attention/test_triton_decode.py",
+    ("triton_cache", "_write_quantized"): "attention/test_fp8_kernels.py",
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
     ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
     ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",

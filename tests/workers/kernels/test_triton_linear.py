@@ -40,7 +40,7 @@ def compiled(kernel, types, constants, pointers, capability, warps, stages):
 for capability in (80, 90):
     types = (*("*bf16",) * 3, "*i32", "*i32", "*bf16", *("i32",) * 3, "fp32")
     tile = (attention.ROWS, attention.KEYS[2])
-    sizes = (4, 8, 128, 128, *tile)
+    sizes = (None, None, 4, 8, 128, 128, *tile)
     made = compiled(attention._kernel, types, sizes, range(6), capability, attention.WARPS, attention.STAGES)
     assert made.metadata.shared <= 99 * 1024, made.metadata.shared
     tiles = (linear.TILES[2], *(linear.FEW_ROWS_TILES if capability == 90 else ()))
