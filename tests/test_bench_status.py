@@ -338,6 +338,10 @@ def _gpu(bench: Any, **states: str) -> Patches:  # noqa: ANN401
     return {"run_parts": _returns({name: bench.Report(states.get(name, "ok")) for name in ("smoke", "masks", "mistral")})}
 
 
+def _gpu_server(_bench: Any, failed: int = 0) -> Patches:  # noqa: ANN401
+    return {"PARTS": {"one": lambda report: report.check("load", failed)}}
+
+
 def _gpu_smoke(bench: Any, failed: int = 0) -> Patches:  # noqa: ANN401
     def run(_device: object) -> object:
         assert not failed, "no GPU was found"
@@ -466,6 +470,7 @@ CASES = {
     "loading": Case(_loading, [{"read": 106}, {"disk": 106}, {"memory": 116}]),
     "loading --device": Case(_loading_gpu, [{"extra": 513}], ["--device", "cuda"]),
     "gpu": Case(_gpu, [{"smoke": "failed"}, {"masks": "exit 1"}, {"mistral": "missed"}, {"mistral": "no time"}], has_json=False),
+    "gpu_server": Case(_gpu_server, [{"failed": 1}], ["one", "--device", "cpu"], has_json=False),
     "gpu_smoke": Case(_gpu_smoke, [{"failed": 1}], ["--device", "cpu"], has_json=False),
     "gpu_channels": Case(_gpu_channels, [{"wrong": 1}, {"exit_code": -6}], ["--device", "cpu"], has_json=False),
     "gpu_stages": Case(_gpu_stages, [{"shared": 0.79}, {"shared": float("nan")}], ["--device", "cpu"], has_json=False),

@@ -27,6 +27,8 @@ KEPT = {
     "gpu_stages.py": ["wanted"],
     "gpu.py": ["wanted", "missed"],
     "gpu_report.py": ["wanted", "| row | measured | target | met | detail |"],
+    "gpu_server_report.py": ["| server | figure | before | measured | target | met | detail |"],
+    "gpu_server.py": ["wanted"],
     "peer_environments.py": ["--target"],
     "agreement.py": ["kind=openai_http,target="],
 }

@@ -27,8 +27,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 import psutil
 from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, compared, load_row, random_prompts, run_streams
+from targets import Target, at_most, exit_status
 
 TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
 TEMPORARY = Path(tempfile.gettempdir())
@@ -42,27 +45,27 @@ DIRECT = (*SHARED, "--link", "direct")
 
 
 class Report:
-    """The rows of one part, saved after each. ``status`` is that of the exit: 1 after a row that does not hold."""
+    """The rows of one part, saved after each, and its ``targets``: that nothing went wrong."""
 
     def __init__(self, file: Path | None, small: bool, is_on_gpu: bool) -> None:
         self._file, self._began = file, time.monotonic()
         self.small, self.is_on_gpu = small, is_on_gpu
         self.url = ""  # of the server
         self.rows: list[dict[str, Any]] = []
-        self.status = 0
+        self.targets: list[Target] = []
         self.folder = file.parent if small and file is not None else TEMPORARY  # of checkpoints, and of tokens to compare with
         self.tokens = self.folder / "gpu_server_tokens.json"
 
     def add(self, what: str, **row: object) -> None:
         self.rows.append({"what": what, "at_s": round(time.monotonic() - self._began, 1), **row})
-        print(json.dumps(self.rows[-1]), flush=True)
+        print(self.rows[-1], flush=True)
         if self._file is not None:
             self._file.write_text(json.dumps(self.rows, indent=1))
 
     def check(self, what: str, wrong: int, **row: object) -> None:
         """Add a row that holds if nothing was wrong."""
-        self.add(what, **row, wanted="at most 0 wrong", holds=wrong == 0)
-        self.status = max(self.status, int(wrong > 0))
+        self.targets.append(target := at_most(f"{what}, wrong", wrong, 0))
+        self.add(what, **row, wanted=target.wanted, holds=target.is_met)
 
     def prompts(self, number: int, length: int, seed: int) -> list[Prompt]:
         return random_prompts(number, length, seed, 900 if self.small else 30_000)
@@ -445,7 +448,7 @@ def main() -> int:
     options = parser.parse_args()
     report = Report(options.json, options.small, options.device == "cuda")
     PARTS[options.part](report)
-    return report.status
+    return exit_status(report.targets)
 
 
 if __name__ == "__main__":
