@@ -24,6 +24,7 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
+    products: frozenset[str]  # instructions of the tensor cores, without types
 
 
 def resource_usage(
@@ -51,7 +52,7 @@ def resource_usage(
         raise AssertionError(f"the compiler has ended with status {compiler.wait()}")
     usage, error = json.loads(answer)
     assert not error, error
-    return ResourceUsage(**usage)
+    return ResourceUsage(**usage | {"products": frozenset(usage["products"])})
 
 
 @cache
@@ -92,6 +93,7 @@ def _compile(request: str) -> dict[str, Any]:
         "spilled_bytes": found["STACK"] + found["LOCAL"],
         "shared_bytes": made.metadata.shared,
         "has_wide_loads": wide,
+        "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+", ptx))),
     }
 
 

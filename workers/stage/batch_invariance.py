@@ -18,7 +18,13 @@ from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
-from tramontane.workers.kernels.row_invariance import differing_row_count, find_row_dependence, try_invariance
+from tramontane.workers.kernels.row_invariance import (
+    differing_row_count,
+    find_group_dependence,
+    find_row_dependence,
+    try_invariance,
+)
+from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.rotary import MakeRotaryTables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.device_backend import DeviceBackend
@@ -53,9 +59,20 @@ def _find_dependence(
     check = _LayerCheck(plan, model, device, dtype, backend.kernels, rotary_tables)
     return (
         _find_kernels_of_pytorch(model, backend)
-        or find_row_dependence(model, dtype, device)
+        or find_row_dependence(model, dtype, device, backend.row_products)
+        or _find_in_groups(model, dtype, backend.row_products)
         or check.find_in_layers()
         or check.find_in_head()
+    )
+
+
+def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts | None) -> str:
+    """Try the matrices of one layer's experts, if ``products`` compute them in groups."""
+    stack = None if model.experts is None or products is None else model.experts.first_stack
+    if stack is None or products is None:
+        return ""
+    return find_group_dependence(stack.w13_E2FD, stack.w13_scale_E2F, dtype, products) or find_group_dependence(
+        stack.w2_EDF, stack.w2_scale_ED, dtype, products
     )
 
 

@@ -14,7 +14,7 @@ from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.device.self_test import try_or_reason
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops, row_wise_ops, try_ops
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
@@ -95,12 +95,14 @@ def row_wise_backend(
     try:
         # Triton is not installed on every platform.
         from tramontane.workers.attention.triton_attention import triton_kernels
-        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
+        from tramontane.workers.attention.triton_cache import apply_rotary, cache_rows, rotate_and_write, write_rows
 
         products = triton_products(device, plan.weight_format)
-        kernels = try_kernels(plan, device, triton_kernels(plan))
-        # PyTorch computes the other operations, element by element.
-        ops = replace(EAGER, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
+        rotates = None if plan.args.latent else rotate_and_write  # the keys of latent attention are not heads of a product
+        kernels = replace(triton_kernels(plan), write=write_rows, cache_rows=cache_rows, rotate_and_write=rotates)
+        kernels = try_kernels(plan, device, kernels)
+        ops = replace(row_wise_ops(), apply_rotary=apply_rotary)
+        try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(kernels, ops, graph_capture, make_event, products, has_exact_sums=True)
     except Exception as error:  # compilers, drivers and imports raise errors of any kind
         raise triton_refusal(plan.label, error) from error
