@@ -27,7 +27,7 @@ demo: $(STAMP)  ## four prompts through two stage actors
 # of the second is shown when it ends. Ray's processes start too slowly next to tests that use all cores; those of an older
 # processor use one, while the second lane ends. Python keeps what it has compiled, also where the environment says otherwise:
 # the lanes start hundreds of processes.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
 OTHERS = test-serve-command test-ray-pipeline check
 test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray

@@ -198,6 +198,7 @@ class StagePlan:
     quantize: Quantization | None  # as the user asked
     cache: CachePlan
     max_num_seqs: int
+    max_num_batched_tokens: int  # of a micro-batch, at most
     weight_bytes: int
     experts_inside: bool = True  # whether the stage holds the experts of its layers; else expert actors hold them
     padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
@@ -244,6 +245,18 @@ class StagePlan:
         )
 
 
+class LimitChoice(NamedTuple):
+    """A limit that the planner has chosen, as the user left it open: the key of the configuration, its value, and why."""
+
+    key: str
+    value: int
+    reason: str
+
+    def describe(self) -> str:
+        """Return a sentence for people."""
+        return f"the planner has chosen --{self.key.replace('_', '-')} {self.value}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """The stages of one pipeline, and its experts if they are outside the stages."""
@@ -252,6 +265,8 @@ class PipelinePlan:
     max_model_len: int
     max_concurrent_stages: int  # for which there are processors at the same time
     experts: ExpertPlan | None = None
+    chosen: tuple[LimitChoice, ...] = ()  # on GPUs
+    on_gpus: bool = False
 
     @property
     def is_oversubscribed(self) -> bool:
@@ -272,6 +287,11 @@ class PipelinePlan:
     def max_num_seqs(self) -> int:
         """Slots for running sequences, the same number in all stages."""
         return self.stages[0].max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """The most tokens of a micro-batch, which passes through all stages."""
+        return self.stages[0].max_num_batched_tokens
 
     def describe_memory(self, num_pipelines: int = 1) -> str:
         """Return ``541 MiB of weights, up to 1 GiB of key/value cache per stage (--kv-cache-memory)``, for messages."""

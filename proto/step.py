@@ -45,8 +45,8 @@ class DecodeColumns(NamedTuple):
     row before it. Sequence 7 knows the token 40 at position 9, and has the drafts 41 and 42: seq_ids (7, 7, 7), starts
     (9, 10, 11), token_ids (40, 41, 42). Sampled are 41, 50, 60: the answer is 41, 50, NO_TOKEN, two tokens of the sequence.
 
-    With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in flight samples it, and the stage,
-    which is the only one, takes it from there.
+    With asynchronous scheduling the last known token may be a ``PLACEHOLDER_TOKEN``: a step in flight samples it. The only stage
+    takes it from there; the first of several gets the result of the step before this one together with it.
 
     ``is_ahead``: all tokens are drafts, and those before them are still in flight. Sequence 7 has the drafts 43 and 44 next:
     starts (12, 13). The first one is right if the last token that has been sampled for the sequence is 43, for position 12.

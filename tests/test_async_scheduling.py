@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_kinds import PROMPTS, WISHES, answers_of, with_scarce_pages
-from tiny_models import ATTENTION_KINDS, random_model, tiny_plan, write_checkpoint
+from tiny_models import ATTENTION_KINDS, random_model, split_model, tiny_plan, write_checkpoint
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import PipelinePlan
-from tramontane.proto.request import FinishReason
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingParams
+from tramontane.proto.step import PLACEHOLDER_TOKEN, Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
@@ -84,6 +85,48 @@ class OverlappedChain(LocalStageChain):
         super().close()
 
 
+class RelayingChain(LocalStageChain):
+    """Stages that take turns: the first one gets the result of the step before, and the others the same columns as without."""
+
+    _last: StepResult | None = None
+
+    async def fence(self) -> int:
+        self._last = None
+        return await super().fence()
+
+    def _run(self, batch: MicroBatch) -> StepResult:
+        first, *others = self.stages
+        carried = first.step(batch if self._last is None else first.fill_in(batch, self._last), None)
+        for stage in others:
+            assert isinstance(carried, Activation)
+            carried = stage.step(batch, carried)
+        assert isinstance(carried, StepResult)
+        self._last = carried
+        return carried
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(budget=st.integers(5, 300), max_num_seqs=st.integers(2, 9), is_scarce=st.booleans(), num_stages=st.integers(2, 3))
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_the_same_answers_of_stages_that_take_turns(
+    folders: dict[str, Path], kind: str, budget: int, max_num_seqs: int, is_scarce: bool, num_stages: int
+) -> None:
+    """The last stage has sampled what the first one begins with."""
+    plan = tiny_plan(ATTENTION_KINDS[kind], num_stages, 4, max_num_seqs)
+    plan = with_scarce_pages(plan) if is_scarce else plan
+    expected = answers_of(folders[kind], plan, _synchronous(plan, budget))
+    found, fill_in = list[bool](), StageWorker.fill_in
+
+    def counted(worker: StageWorker, batch: MicroBatch, last: StepResult) -> MicroBatch:
+        found.append(batch.decodes.has_placeholders)
+        return fill_in(worker, batch, last)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StageWorker, "fill_in", counted)
+        assert answers_of(folders[kind], plan, _asynchronous(plan, budget), make_chain=RelayingChain) == expected
+    assert any(found)
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 4, 16]),
@@ -125,3 +168,24 @@ def test_the_same_answer_of_a_single_stream(
     num_chunks, num_tokens = -(-len(PROMPTS[number]) // 64), len(expected[0][0][0])
     assert len(found) <= num_chunks + num_tokens - 1 + 1
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_first_of_several_stages_takes_tokens_from_the_result_of_the_step_before() -> None:
+    """Chunks' tokens come first in a result; a sequence without a token has ended, and gets any token of the vocabulary."""
+    plan = tiny_plan(ATTENTION_KINDS["window"], 2, 4, 4)
+    first, _ = split_model(random_model(ATTENTION_KINDS["window"]), plan)
+    first.fence(0)
+    wish = SamplingParams()
+    pages = [tuple((number,) for _ in plan.cache.classes) for number in range(3)]
+    chunks = tuple(Chunk(number, 0, (5,), pages[number], wish, needs_sample=number != 1) for number in range(3))
+    first.step(MicroBatch(0, 0, chunks), None)
+    batch = MicroBatch(0, 1, (), (), DecodeColumns((2, 1, 0), (1, 1, 1), (PLACEHOLDER_TOKEN, 40, PLACEHOLDER_TOKEN)))
+    filled = first.fill_in(batch, StepResult(0, 0, (50, 60), ()))
+    assert filled.decodes.token_ids == (60, 40, 50)
+    assert replace(filled, decodes=batch.decodes) == batch
+    ended = first.fill_in(batch, StepResult(0, 0, (NOT_FINITE_TOKEN, 60), ()))
+    assert ended.decodes.token_ids == (60, 40, 0)
+    known = replace(batch, decodes=DecodeColumns((1,), (1,), (40,)))
+    assert first.fill_in(known, StepResult(0, 0, (50, 60), ())) is known
+    with pytest.raises(StaleEpochError):
+        first.fill_in(replace(batch, epoch=1), StepResult(1, 0, (50, 60), ()))

@@ -207,3 +207,39 @@ def test_prompts_are_cut_where_a_micro_batch_is_full(monkeypatch: pytest.MonkeyP
     sequences = [gpu_stage.Sequence(i, (0,) * 5, gpu_stage.GREEDY, max_len=9) for i in range(2)]
     cut = [[(each.seq_id, start, n) for each, start, n in batch] for batch in gpu_stage.packed(sequences, 4)]
     assert cut == [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2)]]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "layers", "quantize"), [(141, 32, None), (102, 32, None), (79, 32, "fp8"), (39, 16, "fp8"), (11, 4, "fp8")]
+)
+def test_mixtral_is_measured_as_it_fits_into_memory(
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, layers: int, quantize: str | None
+) -> None:
+    """In 16 bits on 141 GB, in fp8 on an H100 of 80, and of smaller GPUs some of the layers."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_stage
+
+    args, chosen = gpu_stage.that_fits(gpu_stage.MIXTRAL_8X7B, free_gib * 2**30, 64, 1280)
+    assert (args.n_layers, len(args.windows), chosen) == (layers, layers, quantize)
+
+
+def test_the_part_mixtral_asks_the_gpu_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_speed
+    import gpu_stage
+
+    asked: list[tuple[int, str | None]] = []
+
+    def running(args: object, _device: str, *, quantize: str | None, **_sizes: object) -> object:
+        asked.append((args.n_layers, quantize))  # type: ignore[attr-defined]
+        return nullcontext(SimpleNamespace(prefill=lambda *_: 0.0))
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(gpu_speed, "running", running)
+    monkeypatch.setattr(gpu_speed, "_decode_row", lambda name, *_: name)
+    rows = list(gpu_speed.mixtral_decode(gpu_speed.Size("cuda", small=False), gpu_speed.Walls(3e12, 7e14)))
+    assert asked == [(32, "fp8")]
+    assert rows == [f"Mixtral 8x7B in fp8, decode, batch {batch}, context 1k" for batch in (1, 64)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2**30, 80 * 2**30))
+    with pytest.raises(gpu_stage.UnavailableError, match=r"1\.0 GiB of memory are free"):
+        list(gpu_speed.mixtral_decode(gpu_speed.Size("cuda", small=False), gpu_speed.Walls(3e12, 7e14)))

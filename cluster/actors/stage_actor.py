@@ -17,7 +17,7 @@ from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, Work
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.step import StepResult
+from tramontane.proto.step import MicroBatch, StepResult
 
 if TYPE_CHECKING:
     from tramontane.cluster.actors.pipeline_spec import PipelineSpec
@@ -132,12 +132,15 @@ class StageActor(WorkerActor["StageWorker"]):
             self._link.connect(inlet)
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
-    def linked_step(self, batch: bytes) -> bytes:
-        """Compute a step whose hidden states come and go through direct channels; return this stage's part of the result."""
+    def linked_step(self, batch: bytes, last_result: bytes | None = None) -> bytes:
+        """Compute a step whose hidden states come and go through direct channels; return this stage's part of the result.
+
+        ``last_result``: see ``step``.
+        """
         self._refuse_while_loading()
         if self._link is None:
             raise StaleEpochError(f"{self.label} has no direct link since it was loaded")
-        decoded = wire.decode_batch(batch)
+        decoded = self._filled_in(wire.decode_batch(batch), last_result)
         with self._failure_guard.guard(decoded.epoch), log_failures(self._worker, decoded):
             outcome = self._link.step(decoded)
         self._note_tokens(outcome)
@@ -148,7 +151,11 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
-        """Compute a step from the previous stage's output; return hidden states, or the last stage's encoded result."""
+        """Compute a step from the previous stage's output; return hidden states, or the last stage's encoded result.
+
+        For the first stage ``incoming`` is the last stage's encoded result of the step before this one, if that was in flight
+        when this one was submitted: tokens in the places of placeholders are taken from it.
+        """
         from tramontane.workers.stage.activation import Activation, ActivationSender
 
         self._refuse_while_loading()
@@ -156,6 +163,8 @@ class StageActor(WorkerActor["StageWorker"]):
         worker = self._wait_until_loaded()
         worker.check_epoch(decoded)
         assert self._executor is not None
+        if self._plan.is_first:
+            decoded, incoming = self._filled_in(decoded, incoming), None
         outbox = ActivationSender()
         with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
             outcome = self._executor.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
@@ -194,6 +203,9 @@ class StageActor(WorkerActor["StageWorker"]):
     @property
     def _busy_for_s(self) -> float:
         return self._executor.busy_for_s if self._executor else 0.0
+
+    def _filled_in(self, batch: MicroBatch, last_result: bytes | None) -> MicroBatch:
+        return batch if last_result is None else self._wait_until_loaded().fill_in(batch, wire.decode_result(last_result))
 
     def _note_tokens(self, outcome: StepResult) -> None:
         if outcome.num_sampled:

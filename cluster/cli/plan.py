@@ -15,6 +15,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.key import expand_home, for_each_expert_actor
 from tramontane.cluster.config.measurements import per_expert
 from tramontane.cluster.console.options import ConfigDefaults, Json, given_keys, is_from_file, key_option, option, with_options
+from tramontane.cluster.planning.batch_limits import Limits, least_limits, matrix_tflops, with_chosen_limits
 from tramontane.cluster.planning.capacity import (
     LENGTHS,
     max_length_in_slots,
@@ -37,7 +38,7 @@ from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
 
 if TYPE_CHECKING:
-    from tramontane.cluster.planning.hardware import Gpu
+    from tramontane.cluster.planning.hardware import Gpu, Hardware
 
 MAX_GPUS = 2**14
 KEYS = (
@@ -78,32 +79,17 @@ def plan(
     settings = _settings(context)
     if gpus is not None and not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MAX_GPUS}")
-    panel_rows, has_gpus = 1, True
+    here = None
     if settings.gpu_memory is None:
-        settings, panel_rows, has_gpus = _with_memory_here(settings, gpus)
+        settings, here = _with_memory_here(settings, gpus)
     if stages is not None and gpus is not None and is_from_file(context, "stages"):
         settings = settings.model_copy(update={"stages": None})  # the flag overrides the file
     budgets = _stage_budgets(settings, gpus)
-    args.check_num_stages(len(budgets), _describe_stages(len(budgets), settings.stages_per_gpu, has_gpus))
+    args.check_num_stages(len(budgets), _describe_stages(len(budgets), settings.stages_per_gpu, here is None or bool(here.gpus)))
     dtype = args.dtype if settings.dtype == "auto" else settings.dtype
     experts = _plan_experts(args, settings, dtype)
-    if has_gpus:
-        runtime = config_runtime(settings, args, dtype, experts_inside=experts is None)
-        budgets = tuple(replace(budget, runtime=runtime) for budget in budgets)
-    request = PlanRequest(
-        budgets,
-        dtype,
-        settings.max_model_len or args.max_seq_len,
-        settings.max_num_seqs,
-        settings.page_size,
-        quantize=settings.quantize,
-        experts_inside=experts is None,
-        measured=settings.measured,
-        num_drafts=settings.num_drafts,
-        panel_rows=panel_rows,
-    )
-    pipeline = _make_plan(args, request, settings.stages_per_gpu if has_gpus else None)
-    times = relative_times(layer_costs(args, request.experts_inside, request.measured), pipeline, budgets)
+    pipeline, budgets = _plan_stages(settings, args, budgets, here, experts_inside=experts is None)
+    times = relative_times(layer_costs(args, experts is None, settings.measured), pipeline, budgets)
     drafts = settings.speculative_config
     index_bytes = 0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
     if as_json:
@@ -147,11 +133,8 @@ def _settings(context: typer.Context) -> EngineConfig:
     return EngineConfig.build(None, keys | {"load_format": "dummy"})  # weights are not needed
 
 
-def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineConfig, int, bool]:
-    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it.
-
-    The number is the rows of a panel of packed matrices: 1 on GPUs, which pack none. The last value is whether it has GPUs.
-    """
+def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineConfig, "Hardware"]:
+    """Add the memory of this machine's GPUs, or what each stage may use of its free memory, and print a note about it."""
     from tramontane.cluster.planning.hardware import probe_local  # imports Ray, which no other plan needs
 
     hardware = probe_local()
@@ -170,7 +153,7 @@ def _with_memory_here(settings: EngineConfig, gpus: int | None) -> tuple[EngineC
             source = f"{num_stages} stages that share this machine's {free} of free memory, {each} each, as it has no GPU"
     Console(stderr=True, highlight=False).print(f"note: without --gpu-memory the plan is for {source}", soft_wrap=True)
     given = {"gpu_memory": memories, "stages_per_gpu": per_slot}
-    return settings.model_copy(update=given), 1 if hardware.gpus else hardware.panel_rows, bool(hardware.gpus)
+    return settings.model_copy(update=given), hardware
 
 
 def _describe_memory(gpu: "Gpu") -> str:
@@ -190,6 +173,40 @@ def _make_plan(args: ModelArgs, request: PlanRequest, stages_per_gpu: int | None
         return make_plan(args, request)
     except TooLittleMemoryError as error:
         raise PlanError(f"{error}; {suggest_fixes(args, request, stages_per_gpu)}") from error
+
+
+def _plan_stages(
+    settings: EngineConfig,
+    args: ModelArgs,
+    budgets: tuple[StageBudget, ...],
+    here: "Hardware | None",
+    *,
+    experts_inside: bool,
+) -> tuple[PipelinePlan, tuple[StageBudget, ...]]:
+    """Return the plan, and the budgets with what else a stage takes of a GPU. ``here``: this machine, if it is planned for."""
+    dtype, has_gpus = args.dtype if settings.dtype == "auto" else settings.dtype, here is None or bool(here.gpus)
+
+    def request_for(limits: Limits) -> PlanRequest:
+        runtime = config_runtime(settings, args, dtype, *limits, experts_inside=experts_inside) if has_gpus else None
+        return PlanRequest(
+            tuple(replace(budget, runtime=runtime) for budget in budgets),
+            dtype,
+            settings.max_model_len or args.max_seq_len,
+            limits.num_seqs,
+            settings.page_size,
+            quantize=settings.quantize,
+            experts_inside=experts_inside,
+            measured=settings.measured,
+            num_drafts=settings.num_drafts,
+            max_num_batched_tokens=limits.num_tokens,
+            panel_rows=1 if here is None or has_gpus else here.panel_rows,
+        )
+
+    plan = _make_plan(args, request_for(least_limits(settings)), settings.stages_per_gpu if has_gpus else None)
+    if has_gpus:
+        tflops = None if here is None else matrix_tflops(gpu.name for gpu in here.gpus)
+        plan = with_chosen_limits(settings, args, plan, request_for, tflops)
+    return plan, request_for(Limits(plan.max_num_seqs, plan.max_num_batched_tokens)).budgets
 
 
 def _stage_budgets(settings: EngineConfig, gpus: int | None) -> tuple[StageBudget, ...]:
@@ -246,6 +263,8 @@ def _show(
         console.print(f"{explained}; row all: into the planned pages", soft_wrap=True)
     if (runtime := budgets[0].runtime) is not None:
         _show_runtime(console, runtime, budgets)
+    for choice in plan.chosen:
+        console.print(choice.describe(), soft_wrap=True)
     formats = plan.stages[0].weight_format
     matrices = formats.quantize or formats.matrix_dtype
     weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"

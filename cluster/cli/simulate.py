@@ -17,6 +17,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.charts import check_plot_target, save_figure
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import ConfigDefaults, Json, flag, key_option, option
+from tramontane.cluster.planning.batch_limits import least_limits
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.simulation.comparison import PERCENTILES, Summary, all_policies, compare
@@ -114,7 +115,7 @@ def _calibrate(model: Path | None) -> "Calibration":
     traffic = TrafficModel(
         CALIBRATION_REQUESTS, LengthDistribution(100, PROMPT_SPREAD, 600), LengthDistribution(40, ANSWER_SPREAD, 200)
     )
-    candidate = all_policies(config.max_num_batched_tokens)[0]
+    candidate = all_policies(least_limits(config).num_tokens)[0]
     display = Display(live=False)
     try:
         runs = [traffic.arrivals(seed) for seed in (1, 2)]

@@ -9,7 +9,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from tramontane.cluster.config.engine_keys import DEMO_MODEL, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
+from tramontane.cluster.config.engine_keys import DEMO_MODEL, SEQS_ON_CPUS, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.config.key import KeyGroup, absolute_database, absolute_folder, describe_wrong_value, keys_with
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.config.measurements import StageTime
@@ -84,7 +84,11 @@ class EngineConfig(
         Without ``length``, and where ``max_model_len`` is given, a sequence may be as long as before. Drafts have rows, too.
         """
         num_rows = num_seqs * (1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0))
-        sizes = {"max_num_seqs": min(self.max_num_seqs, num_rows), "max_model_len": self.max_model_len or length}
+        most = num_rows if num_rows <= SEQS_ON_CPUS else None  # None: left to the planner
+        sizes = {
+            "max_num_seqs": most if self.max_num_seqs is None else min(self.max_num_seqs, num_rows),
+            "max_model_len": self.max_model_len or length,
+        }
         return self.model_copy(update=sizes)
 
     @property

@@ -30,6 +30,10 @@ from tramontane.proto.step import STEP_TIMEOUT_S
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 MAX_STAGES_PER_GPU = 64  # each of them is a process
 
+# What applies without a GPU where the user gives nothing; on GPUs ``planning/batch_limits.py`` chooses, no fewer sequences.
+SEQS_ON_CPUS, BATCHED_TOKENS_ON_CPUS = 64, 512
+MAX_SEQS_ON_GPUS = 256
+
 Numbers = tuple[int, ...] | None
 
 
@@ -174,8 +178,17 @@ class BatchingKeys(KeyGroup):
 
     title = "Batching"
 
-    max_num_seqs: SmallInt = key(64, "Sequences admitted at once, per pipeline.", defines_pipeline=True)
-    max_num_batched_tokens: PositiveInt = key(512, "Tokens in one micro-batch.")
+    max_num_seqs: SmallInt | None = key(
+        None,
+        "Sequences admitted at once, per pipeline.",
+        unset="64 without a GPU; on GPUs up to 256, as memory allows (docs/planning.md)",
+        defines_pipeline=True,
+    )
+    max_num_batched_tokens: PositiveInt | None = key(
+        None,
+        "Tokens in one micro-batch, of which several may be in flight.",
+        unset="512 without a GPU; on GPUs 2048 to 8192, by their speed and memory (docs/planning.md)",
+    )
     enable_prefix_caching: bool = key(
         True,
         "Keep the cache pages of text that is known, and let requests that begin with it begin there (docs/prefix-caching.md). "
@@ -184,8 +197,8 @@ class BatchingKeys(KeyGroup):
     async_scheduling: bool = key(
         True,
         "Submit the next step before the tokens of the last one are known, where that hides a share of the time that matters "
-        "(docs/async-scheduling.md). Only in pipelines of one stage without expert actors, speculation or max_in_flight, and "
-        "not where all stages are in one process without Ray.",
+        "(docs/async-scheduling.md). Only in pipelines of one stage or of stages that share one GPU, without expert actors, "
+        "speculation or max_in_flight, and not where all stages are in one process without Ray.",
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(parse_speculative_config)] = key(
         None,

@@ -142,7 +142,7 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
     """
     limits = SchedulerLimits(
         max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=_max_tokens(config, plan),
         max_model_len=plan.max_model_len,
         vocab_size=plan.args.vocab_size,
         eos_token_ids=plan.args.eos_token_ids,
@@ -157,13 +157,20 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
 
 
+def _max_tokens(config: EngineConfig, plan: PipelinePlan) -> int:
+    """Return the most tokens of a micro-batch: as given now, else as the pipeline, which may be an earlier one, was planned."""
+    return config.max_num_batched_tokens or plan.max_num_batched_tokens
+
+
 def _schedules_async(config: EngineConfig, plan: PipelinePlan) -> bool:
     """Return whether steps are submitted before the tokens of those before them are known.
 
-    Several stages are kept busy by several micro-batches, and drafts go ahead of tokens in their own way. With expert actors a
-    step begins before the one before it has sampled. With ``--local`` there is next to nothing between two steps.
+    Stages that compute at the same time are kept busy by several micro-batches, and drafts go ahead of tokens in their own way.
+    With expert actors a step begins before the one before it has sampled. With ``--local`` there is next to nothing between two
+    steps. Stages that take turns at the cores of a machine would share them with the router, which they need all.
     """
-    is_possible = len(plan.stages) == 1 and not (plan.experts or config.speculative_config or config.local)
+    is_one_at_a_time = len(plan.stages) == 1 or (plan.on_gpus and plan.max_concurrent_stages == 1)
+    is_possible = is_one_at_a_time and not (plan.experts or config.speculative_config or config.local)
     return config.async_scheduling and is_possible and config.max_in_flight is None
 
 
@@ -171,11 +178,11 @@ def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting decodes would only cost."""
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
-        return FixedInFlightPolicy(max_in_flight, config.max_num_batched_tokens)
+        return FixedInFlightPolicy(max_in_flight, _max_tokens(config, plan))
     itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     return BalancedPolicy(
         len(plan.stages),
-        config.max_num_batched_tokens,
+        _max_tokens(config, plan),
         itl_target_s,
         plan.max_concurrent_stages,
         open_per_stage=config.ping_pong if plan.experts else None,

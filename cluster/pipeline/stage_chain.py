@@ -48,6 +48,9 @@ class ObjectStoreStageChain:
 
     Ray runs one caller's calls on a synchronous actor in the order of submission, so micro-batches enter every stage in the
     order of ``submit``. A thread makes the calls, one or more per stage, so that the event loop of the router stays free.
+
+    Where stages take turns, the first stage's call has the result of the micro-batch before it as an argument, if that is still
+    in flight. So it begins when all stages are done with that, without the router, and knows the tokens that were sampled.
     """
 
     def __init__(
@@ -67,6 +70,9 @@ class ObjectStoreStageChain:
         self._expert_numerics: list[Numerics | None] = []  # as last seen; they restart without a fence
         self.has_lost_node = False  # see ``StageChain``
         self._calling = ThreadPoolExecutor(1, thread_name_prefix="stage-calls")
+        self._takes_turns = spec is not None and len(stages) > 1 and spec.plan.max_concurrent_stages == 1
+        self._newest: _Step | None = None  # since the last fence
+        self._newest_result: ObjectRef[bytes] | None = None  # of the last stage; of the calling thread only
         self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
 
     @property
@@ -76,23 +82,26 @@ class ObjectStoreStageChain:
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
-        step = _Step(asyncio.get_running_loop().create_future(), self._failures)
-        self._calling.submit(self._call_stages, wire.encode_batch(batch), step)
+        step, before = _Step(asyncio.get_running_loop().create_future(), self._failures), self._newest
+        is_next = self._takes_turns and before is not None and (batch.decodes.has_placeholders or not before.result.done())
+        self._calling.submit(self._call_stages, wire.encode_batch(batch), step, is_next)
+        self._newest = step
         return self._gather(step)
 
-    def _call_stages(self, message: bytes, step: "_Step") -> None:
-        """Call the stages, and have their replies recorded. Runs in a thread of its own."""
+    def _call_stages(self, message: bytes, step: "_Step", is_next: bool) -> None:
+        """Call the stages, and have their replies recorded. Runs in a thread of its own. ``is_next``: after the one before it."""
         try:
-            refs = self._start_step(message)
+            refs = self._start_step(message, self._newest_result if is_next else None)
+            self._newest_result = refs[-1]
         except Exception as error:  # of Ray
             step.fail(error)
             return
         for ref in refs:
             ref.future().add_done_callback(partial(step.on_reply, len(refs)))
 
-    def _start_step(self, message: bytes) -> "list[ObjectRef[bytes]]":
-        """Call all stages; return the replies that make up the result."""
-        carried: ObjectRef[Any] | None = None
+    def _start_step(self, message: bytes, last_result: "ObjectRef[bytes] | None") -> "list[ObjectRef[bytes]]":
+        """Call all stages; return the replies that make up the result, the last stage's last."""
+        carried: ObjectRef[Any] | None = last_result
         for stage in self.stages:
             carried = stage.step.remote(message, carried)
         assert carried is not None
@@ -105,7 +114,7 @@ class ObjectStoreStageChain:
         takes longer than LOAD_TIMEOUT_S.
         """
         epoch = await self._fence()
-        self._failures = []
+        self._failures, self._newest = [], None
         self.has_lost_node = await self._check_nodes()
         return epoch
 
@@ -226,8 +235,9 @@ class DirectStageChain(ObjectStoreStageChain):
     The calls of a step are independent for Ray, so the failure of each is observed.
     """
 
-    def _start_step(self, message: bytes) -> "list[ObjectRef[bytes]]":
-        return [stage.linked_step.remote(message) for stage in self.stages]
+    def _start_step(self, message: bytes, last_result: "ObjectRef[bytes] | None") -> "list[ObjectRef[bytes]]":
+        first, *others = self.stages
+        return [first.linked_step.remote(message, last_result), *(stage.linked_step.remote(message) for stage in others)]
 
 
 class _Step:

@@ -154,6 +154,8 @@ def plan_as_data(
         "quantize": plan.stages[0].weight_format.quantize,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "chosen": [choice._asdict() for choice in plan.chosen],
         "page_size": plan.cache.page_size,
         "memory_share": MEMORY_SHARE,
         "runtime": None if budgets[0].runtime is None else budgets[0].runtime.as_data(),

@@ -17,12 +17,13 @@ def plan_draft_model(config: EngineConfig, args: ModelArgs, target: PipelinePlan
     num_all = (len(target.stages) + config.expert_actors + 1) * config.max_pipelines
     memory = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.stage_memory(num_all)
     dtype = args.dtype if config.dtype == "auto" else config.dtype
-    runtime = config_runtime(config, args, dtype) if hardware.gpus else None
+    runtime = config_runtime(config, args, dtype, target.max_num_seqs, target.max_num_batched_tokens) if hardware.gpus else None
     request = PlanRequest(
         budgets=(StageBudget(memory, runtime=runtime),),
         dtype=dtype,
         max_model_len=min(target.max_model_len, args.max_seq_len),
         max_num_seqs=target.max_num_seqs,
+        max_num_batched_tokens=target.max_num_batched_tokens,
         page_size=config.page_size,
         num_drafts=config.num_drafts + 1 + config.speculative_config.num_speculative_tokens,  # it drafts before results come
         panel_rows=1 if hardware.gpus else hardware.panel_rows,

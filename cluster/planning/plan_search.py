@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.measurements import per_expert
+from tramontane.cluster.planning.batch_limits import Limits, least_limits, matrix_tflops, with_chosen_limits
 from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.gpu_placement import (
@@ -59,12 +61,13 @@ def _best_stages(
     """
     candidates = placement_candidates(config, len(args.layer_groups), hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors, measured=config.measured)
+    limits = least_limits(config)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
     for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):  # stable: of equals, the largest GPUs first
         if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
             break
         try:
-            plan = make_plan(args, _request(config, args, slots, hardware))
+            plan = make_plan(args, _request(config, args, slots, hardware, limits))
         except TooLittleMemoryError:
             continue
         time = max(
@@ -74,12 +77,15 @@ def _best_stages(
         if best is None or time < best[0]:
             best = time, plan, slots
     if best is None:
-        request = _request(config, args, candidates[0], hardware)
+        request = _request(config, args, candidates[0], hardware, limits)
         raise _explain_failure(args, request, config.stages_per_gpu if hardware.gpus else None)
     _, plan, slots = best
+    if hardware.gpus:
+        tflops = matrix_tflops(gpu.name for gpu in hardware.gpus)
+        plan = with_chosen_limits(config, args, plan, partial(_request, config, args, slots, hardware), tflops)
     threads, per_slot = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
     at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, per_slot)
-    return replace(plan, max_concurrent_stages=at_once), slots
+    return replace(plan, max_concurrent_stages=at_once, on_gpus=bool(hardware.gpus)), slots
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
@@ -92,18 +98,20 @@ def _total_speed(slots: Sequence[GpuSlot]) -> int:
     return sum(slot.budget.speed for slot in slots)
 
 
-def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], hardware: Hardware) -> PlanRequest:
+def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], hardware: Hardware, limits: Limits) -> PlanRequest:
     dtype = args.dtype if config.dtype == "auto" else config.dtype
-    runtime = config_runtime(config, args, dtype, experts_inside=not config.expert_actors) if hardware.gpus else None
+    is_inside = not config.expert_actors
+    runtime = config_runtime(config, args, dtype, *limits, experts_inside=is_inside) if hardware.gpus else None
     return PlanRequest(
         budgets=tuple(replace(slot.budget, runtime=runtime) for slot in slots),
         dtype=dtype,
         max_model_len=config.max_model_len or args.max_seq_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=limits.num_seqs,
+        max_num_batched_tokens=limits.num_tokens,
         page_size=config.page_size,
         kv_cache_memory=config.kv_cache_memory,
         quantize=config.quantize,
-        experts_inside=not config.expert_actors,
+        experts_inside=is_inside,
         measured=config.measured,
         batch_invariant=config.batch_invariant,
         num_drafts=config.num_drafts,

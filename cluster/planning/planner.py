@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+from tramontane.cluster.config.engine_keys import BATCHED_TOKENS_ON_CPUS
 from tramontane.cluster.config.measurements import StageTime
 from tramontane.cluster.planning.layer_split import FitsPredicate, is_splittable, split_layers
 from tramontane.cluster.planning.runtime_memory import RuntimeMemory
@@ -70,6 +71,7 @@ class PlanRequest:
     measured: tuple[StageTime, ...] | None = None  # of a pipeline that ran; decides what the head costs
     batch_invariant: bool | None = None  # see StagePlan
     num_drafts: int = 0  # of a sequence in flight, by which page rings are longer
+    max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
     panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
 
     @property
@@ -121,6 +123,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
             cache=cache,
             # every sequence holds a page of each class, and has a row in the stages' page tables
             max_num_seqs=min(request.max_num_seqs, *(c.num_pages for c in cache.classes)),
+            max_num_batched_tokens=request.max_num_batched_tokens,
             weight_bytes=footprint.weight_bytes(span) - footprint.padding_bytes(span),
             padding_bytes=footprint.padding_bytes(span),
             experts_inside=request.experts_inside,

@@ -19,7 +19,7 @@ NUM_STREAMS = 2
 # Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size: 4.5 times, as measured.
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
-SAMPLING_BYTES = 48  # of a logit while its row is sampled: scaled, sorted with its token, its probability and their sums
+SAMPLING_BYTES = 48  # of a logit while its row is sampled, where PyTorch sorts it: its weight, its token and sums; or scored
 PROMPT_LOGITS = 2**22  # of prompts, computed at a time where their log-probabilities are asked for
 
 
@@ -44,12 +44,13 @@ class RuntimeMemory:
         return {name: getattr(self, name) for name in names}
 
 
-def config_runtime(config: EngineConfig, args: ModelArgs, dtype: str, *, experts_inside: bool = True) -> RuntimeMemory:
-    """Return ``gpu_runtime`` of a model with an engine's settings."""
+def config_runtime(
+    config: EngineConfig, args: ModelArgs, dtype: str, num_seqs: int, num_tokens: int, *, experts_inside: bool = True
+) -> RuntimeMemory:
+    """Return ``gpu_runtime`` with an engine's settings, up to ``num_seqs`` sequences and micro-batches of ``num_tokens``."""
     drafts = config.speculative_config
-    num_sampled = config.max_num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
-    settings = config.max_num_batched_tokens, config.max_num_seqs
-    return gpu_runtime(args, dtype, *settings, num_sampled=num_sampled, experts_inside=experts_inside)
+    num_sampled = num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
+    return gpu_runtime(args, dtype, num_tokens, num_seqs, num_sampled=num_sampled, experts_inside=experts_inside)
 
 
 def gpu_runtime(

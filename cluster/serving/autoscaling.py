@@ -10,6 +10,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import SEQS_ON_CPUS
 from tramontane.cluster.config.serving_keys import ScalingKeys
 from tramontane.router.scheduling.running_set import PipelineLoad
 
@@ -82,7 +83,7 @@ def router_scaling_options(config: EngineConfig) -> dict[str, Any]:
     """Return the options of the Router deployment: a fixed number of replicas, or how it is scaled."""
     if config.max_pipelines == config.replicas:
         return {"num_replicas": config.replicas}
-    fields = autoscaling_fields(config, config.max_num_seqs)
+    fields = autoscaling_fields(config, config.max_num_seqs or SEQS_ON_CPUS)
     policy: Any = AutoscalingPolicy(**fields.pop("policy"))  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # metrics_interval_s is deprecated, but replicas do not read its successor yet
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -23,7 +23,7 @@ from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.replica import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.router_queries import prefix_aware_routing
-from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model
+from tramontane.cluster.serving.served_model import load_chat_format, load_checked_model, max_running
 from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.jobs import Endpoint
 from tramontane.proto.ports import TokenSource
@@ -195,8 +195,8 @@ class BatchReplica:
         bind_internal_port_to_node()
         use_serve_log(config.logs, "batch")
         model = load_checked_model(config, fingerprint)
-        max_running = config.max_num_seqs * config.max_pipelines
-        concurrency = config.jobs_concurrency or max_running + max_running // 4  # some always wait, so that no slot stays empty
+        num_running = max_running(config) * config.max_pipelines
+        concurrency = config.jobs_concurrency or num_running + num_running // 4  # some always wait, so that no slot stays empty
         node = ray.get_runtime_context().get_node_id()
         max_unaccepted, mark = model.max_sequences * config.max_pipelines, short_digest(fingerprint)
         routing = prefix_aware_routing(config, mark)

@@ -297,6 +297,7 @@ def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Owner
     with annotate_node():
         check_fingerprint(config.model, fingerprint)
         args = validate_model(config)
-    return replace(
-        pipeline_spec(config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint), application=application
-    )
+    spec = pipeline_spec(config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint)
+    for choice in spec.plan.chosen:
+        logger.info("%s", choice.describe())
+    return replace(spec, application=application)

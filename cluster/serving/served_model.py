@@ -1,7 +1,10 @@
 """The model as an ingress and the batch runner know it, read from its folder."""
 
+import ray
+
 from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import MAX_SEQS_ON_GPUS, SEQS_ON_CPUS
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_folder import resolve_model_args
 from tramontane.router.openai.chat_completion import NoChatTemplate
@@ -30,12 +33,18 @@ def load_served_model(config: EngineConfig) -> ServedModel:
         name=config.model_name,
         tokenizer=load_tokenizer(config.model, args.vocab_size),
         max_model_len=config.max_model_len or args.max_seq_len,
-        max_sequences=config.max_num_seqs + config.max_queued_requests,
+        max_sequences=max_running(config) + config.max_queued_requests,
         vocab_size=args.vocab_size,
         expert_layers=args.moe_layers,
         experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
         aliases=config.model_names[1:],
     )
+
+
+def max_running(config: EngineConfig) -> int:
+    """Return the most sequences that a pipeline may admit at once: as given, else the most that is ever planned here."""
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
+    return config.max_num_seqs or (MAX_SEQS_ON_GPUS if has_gpus else SEQS_ON_CPUS)
 
 
 def load_chat_format(config: EngineConfig, model: ServedModel) -> ChatTemplate:

@@ -38,6 +38,7 @@ from tramontane.cluster.serving.preflight import check_job_storage, check_ports,
 from tramontane.cluster.serving.ray_dashboard import let_dashboard_show_stages, token_file
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.plan import PipelinePlan
 
 Report = Callable[[str], None]
 
@@ -150,6 +151,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         check_ray_gpus(hardware)
         report("starting Ray Serve")
         _start_serve(config)
+        _report_choices(spec.plan, report)
         report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
         with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
@@ -191,11 +193,17 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
+            _report_choices(spec.plan, report)
             report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
             with send_heartbeats(_supervisors):
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc, ""
+
+
+def _report_choices(plan: PipelinePlan, report: Report) -> None:
+    for choice in plan.chosen:
+        report(choice.describe())
 
 
 @contextmanager

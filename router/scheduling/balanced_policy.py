@@ -41,8 +41,8 @@ class BalancedPolicy:
     * Prompts that are more urgent than another running sequence share no micro-batch with others, and are always cut
       to be finished soonest.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
-    * With asynchronous scheduling, for one stage, every micro-batch has all decodes, and the next one is submitted while it is
-      computed if the stage would else wait for a share of the time that matters (``StepGap``).
+    * With asynchronous scheduling, for stages of which one computes at a time, every micro-batch has all decodes, and the next
+      one is submitted while it is computed if the stages would else wait for a share of the time that matters (``StepGap``).
     """
 
     overlaps_chunks = True
@@ -56,17 +56,18 @@ class BalancedPolicy:
         open_per_stage: int | None = None,
         async_scheduling: bool = False,
     ) -> None:
-        assert not async_scheduling or (num_stages == 1 and open_per_stage is None)
+        at_once = num_stages if stages_at_once is None else stages_at_once
+        assert not async_scheduling or (at_once == 1 and open_per_stage is None)
         self._async_scheduling = async_scheduling
         self._step_gap = StepGap()
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
         self._columns = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
         self._cost = CostModel(self._columns.num_columns)
-        at_once = num_stages if stages_at_once is None else stages_at_once
         self._stages_at_once = at_once
         # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
         self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
         limit = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
+        limit = 2 if async_scheduling else limit  # one is computed, and the next one waits for it
         self._in_flight_tuner = InFlightTuner(num_stages, limit)
         self._untrained = FixedInFlightPolicy(self._in_flight_tuner.max_in_flight, max_tokens)
         self._spread_tuner = SpreadTuner()
@@ -112,7 +113,7 @@ class BalancedPolicy:
             self._cost.observe(work, self._columns.columns(timings))
             self._in_flight_tuner.observe(timings)
             self._observe_transit(timings)
-            self._step_gap.observe(timings[0], is_alone=budget.is_alone)
+            self._step_gap.observe(timings, is_alone=budget.is_alone)
             has_drafts = work.decodes > budget.decodes  # the round was predicted without them
             spread = 0 if has_drafts else budget.spread
             self._spread_tuner.observe(spread, budget.round_s, timings[-1].ended_at, has_drafts=has_drafts)
@@ -241,7 +242,7 @@ class BalancedPolicy:
         sizes = [-(-pending // n) for n in pieces]
         works = [_with_prefill(even, size, state.prefill_start) for size in sizes]
         slowest, through = self._predict(works)
-        interval = np.maximum(slowest, through / self.max_in_flight)
+        interval = np.maximum(slowest, through / self._num_per_round)
         finished_after = (np.array(pieces) - 1) * interval + through
         best = int(np.argmin(finished_after))
         size = sizes[best]

@@ -134,7 +134,10 @@ class SpreadTuner:
 
 
 class StepGap:
-    """Measures how long the only stage waits for its next step if this is submitted when the last one's tokens are known.
+    """Measures how long the stages wait for their next step if this is submitted when the last one's tokens are known.
+
+    There is one stage, or several on one machine that take turns: the time is from the end of the last one to the beginning of
+    the first.
 
     Steps that go ahead of tokens hide this time. They also make a request that arrives wait for one step more, and compute a
     row in vain for each sequence that ends with a stop token, so they have to be worth it: 1.5 ms are, where a step takes 20 ms,
@@ -148,18 +151,21 @@ class StepGap:
         self._num_without = 0  # steps since one that has shown the gap
 
     def is_long(self, step_s: float) -> bool:
-        """Return whether the stage waits for a share of the time that matters. False until ``NUM_GAPS`` have been seen."""
+        """Return whether the stages wait for a share of the time that matters. False until ``NUM_GAPS`` have been seen."""
         return len(self._gaps_s) == NUM_GAPS and min(self._gaps_s) > MAX_IDLE_SHARE * step_s
 
-    def observe(self, timing: StageTiming, *, is_alone: bool) -> None:
-        """Record a step. ``is_alone``: it was submitted after the one before it had returned, and continues its decodes."""
+    def observe(self, timings: Sequence[StageTiming], *, is_alone: bool) -> None:
+        """Record a step, with the timings of its stages in order.
+
+        ``is_alone``: it was submitted after the one before it had returned, and continues its decodes.
+        """
         self._num_without += 1
         if is_alone and self._last_end:
-            self._gaps_s.append(max(timing.started_at - self._last_end, 0.0))
+            self._gaps_s.append(max(timings[0].started_at - self._last_end, 0.0))
             self._num_without = 0
         elif self._num_without >= MEASURE_AGAIN_AFTER:
             self._gaps_s.clear()
-        self._last_end = timing.ended_at
+        self._last_end = timings[-1].ended_at
 
     def restart(self) -> None:
         """See ``SpreadTuner``."""

@@ -122,6 +122,7 @@ SERVERS = {
         "latent": 120,
         "correct": 90,
         "disk": 200,
+        "profile": 120,
         "store": 110,
         "speculation": 110,
     }.items()

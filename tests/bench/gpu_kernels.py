@@ -1,6 +1,6 @@
 """Times of single kernels on a GPU, and profiles of steps: what one needs to know to make steps faster elsewhere.
 
-    python tests/bench/gpu_kernels.py linear|prefill|experts|profile|host [--device cuda] [--small] [--json FILE]
+    python tests/bench/gpu_kernels.py linear|prefill|experts|sampling|profile|host [--device cuda] [--small] [--json FILE]
 
 Times of kernels are of CUDA graphs over buffers that no cache holds together; microseconds are medians. ``tb_per_s`` counts the
 bytes that have to be read once. ``profile`` adds up the kernels of steps, ``host`` the Python functions of decode steps.
@@ -28,7 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.request import SamplingParams
 from tramontane.workers.model.grouped_gemm import StackedExperts
+from tramontane.workers.sampling.integer_sampler import choose_plainly, row_params
 
 Compute = Callable[[], object]
 DTYPE = torch.bfloat16
@@ -235,6 +237,23 @@ def _few_calls(rows: Rows, stacks: Sequence[StackedExperts], ids_Tk: Tensor) -> 
     }
 
 
+def sampling(rows: Rows) -> None:
+    """Time the choice of tokens from random logits by the kernel, and by PyTorch, which sorts them."""
+    from tramontane.workers.sampling.triton_sampler import choose_tokens
+
+    plain = SamplingParams(temperature=0.8)
+    kinds = {"greedy": replace(plain, temperature=0.0), "all tokens": plain, "top-p": replace(plain, top_p=0.95)}
+    kinds |= {"top-k": replace(plain, top_k=50), "both": replace(plain, top_k=50, top_p=0.95)}
+    ways = {"PyTorch": choose_plainly} if rows.device == "cpu" else {"kernel": choose_tokens, "PyTorch": choose_plainly}
+    for vocab, num_rows in ((vocab, num_rows) for vocab in (32_000, 131_072) for num_rows in (1, 64, 256)):
+        logits_SV = rows.random(num_rows, rows.size(vocab)).float() * 4
+        for kind, params in kinds.items():
+            params_S5 = row_params([params] * num_rows, [0.4] * num_rows, logits_SV.device)
+            for way, choose in ways.items():
+                took = rows.us([partial(choose, logits_SV, params_S5)] * 4)
+                rows.add(what=way, kind=kind, vocab=logits_SV.shape[1], rows=num_rows, us=took)
+
+
 def profile(rows: Rows) -> None:
     """Add up the time of each kernel in recorded decode steps, and in a prefill, of eight layers."""
     from torch.profiler import ProfilerActivity
@@ -299,7 +318,7 @@ def _medians_ms(times: StepTimes) -> dict[str, float]:
     return {kind: statistics.median(getattr(times, kind)) * 1e3 for kind in ("whole", "device")}
 
 
-JOBS = {"linear": linear, "prefill": prefill, "experts": experts, "profile": profile, "host": host}
+JOBS = {"linear": linear, "prefill": prefill, "experts": experts, "sampling": sampling, "profile": profile, "host": host}
 
 
 def main() -> int:

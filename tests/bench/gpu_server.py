@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -33,6 +34,7 @@ TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
 TEMPORARY = Path(tempfile.gettempdir())
 STAGE_TITLE = "ray::StageActor"
 LINE_LENGTH = 600  # characters of a line of the server that a report has
+TABLE_LINES = 50  # of a profile, in a report
 STOP_S, QUERY_S = 20, 10
 STREAMS = (1, 16, 64, 128)
 SHARED = ("--stages", "2", "--stages-per-gpu", "2", "--step-timeout", "15")
@@ -356,6 +358,21 @@ def speculation(report: Report) -> None:
         loads(report, STREAMS[:2])
 
 
+def profile(report: Report) -> None:
+    """Kernels of 20 steps of a served load: of decodes, and, as the next clients come, of prompts next to decodes."""
+    folder = report.folder / "gpu_server_profile"
+    shutil.rmtree(folder, ignore_errors=True)
+    first, streams = (20, 4) if report.small else (150, 64)
+    os.environ["TRAMONTANE_PROFILE"] = f"{folder}:{first}:20"
+    try:
+        with serving(report, *model_flags(report), "--stages", "1"):
+            for seed in range(4):
+                load(report, "load while steps are recorded", streams, seed=seed)
+    finally:
+        del os.environ["TRAMONTANE_PROFILE"]
+    report.add("profile", table=(folder / "stage-0.txt").read_text().splitlines()[:TABLE_LINES])
+
+
 def disk(report: Report) -> None:
     """A checkpoint that is read from a disk: written here, so that the page cache has as much of it as fits; and read again."""
     name, began = "mistral-7b-v0.1", time.monotonic()
@@ -415,7 +432,7 @@ def latent(report: Report) -> None:
 
 
 PARTS: dict[str, Callable[[Report], None]] = {
-    each.__name__: each for each in (where, one, shared, exact, correct, fp8, mixtral, latent, store, speculation, disk)
+    each.__name__: each for each in (where, one, shared, exact, correct, fp8, mixtral, latent, store, speculation, disk, profile)
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shrunk, weight_bytes_read
+from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shrunk, that_fits, weight_bytes_read
 
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.workers.device.probe import memory_bandwidth
@@ -149,10 +149,16 @@ def _visible_pairs(length: int, window: int | None) -> int:
 
 
 def mixtral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
-    with running(size.model(MIXTRAL_8X7B), size.device, max_num_seqs=64, max_len=size.tokens(1280)) as runner:
+    """Measure decodes of Mixtral 8x7B: in 16 bits if they fit, or else in fp8, and then of as many layers as fit."""
+    args, max_len, quantize = size.model(MIXTRAL_8X7B), size.tokens(1280), None
+    if size.device != "cpu":
+        args, quantize = that_fits(args, torch.cuda.mem_get_info(size.device)[0], 64, max_len)
+    name = "Mixtral 8x7B in fp8" if quantize else "Mixtral 8x7B"
+    name += "" if args.n_layers == MIXTRAL_8X7B.n_layers or size.small else f", {args.n_layers} layers"
+    with running(args, size.device, max_num_seqs=64, max_len=max_len, quantize=quantize) as runner:
         for batch, target in ((1, 0.65), (64, 0.65)):
             runner.prefill(batch, size.tokens(1024), PREFILL_BUDGET)
-            yield _decode_row(f"Mixtral 8x7B, decode, batch {batch}, context 1k", runner, wall, target)
+            yield _decode_row(f"{name}, decode, batch {batch}, context 1k", runner, wall, target)
 
 
 def rolling(size: Size, _wall: Walls) -> Iterator[Figure]:

@@ -1,10 +1,10 @@
 """Whether an unexpected token can be explained by rounding, which depends on the shape of a batch.
 
-A sampled token is the best one, or, with tokens sorted by falling probability, the one into whose share of the cumulative
-probability the position's random number falls. In float32 the demo model's logits differ by up to 2e-5 with the shape of a
-batch, cumulative probabilities by up to 1e-7, and expert scores by up to 1e-6. Two experts with almost equal scores at any
-earlier position can change every later token. Such a tie explains a difference only if the oracle samples one of the two
-tokens, and the other one when it is made to choose the other expert there.
+A sampled token is the best one, or, on CPUs, with tokens sorted by falling probability, the one into whose share of the
+cumulative probability the position's random number falls. In float32 the demo model's logits differ by up to 2e-5 with the
+shape of a batch, cumulative probabilities by up to 1e-7, and expert scores by up to 1e-6.
+Two experts with almost equal scores at any earlier position can change every later token. Such a tie explains a difference
+only if the oracle samples one of the two tokens, and the other one when it is made to choose the other expert there.
 """
 
 from collections.abc import Iterator

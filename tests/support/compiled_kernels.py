@@ -24,7 +24,9 @@ class ResourceUsage:
     spilled_bytes: int
     shared_bytes: int
     has_wide_loads: bool  # of 16 bytes
-    products: frozenset[str]  # instructions of the tensor cores, without types
+    additions: int  # of float32 numbers by a thread, outside of products
+    products: tuple[str, ...]  # the tensor cores' instructions, as "mma m16n8k32 e4m3 e4m3"
+    rounds_as_pytorch: bool  # no product of float32 is fused into a sum, and no quotient or exponential is approximate
 
 
 def resource_usage(
@@ -52,7 +54,7 @@ def resource_usage(
         raise AssertionError(f"the compiler has ended with status {compiler.wait()}")
     usage, error = json.loads(answer)
     assert not error, error
-    return ResourceUsage(**usage | {"products": frozenset(usage["products"])})
+    return ResourceUsage(**usage | {"products": tuple(usage["products"])})
 
 
 @cache
@@ -88,12 +90,17 @@ def _compile(request: str) -> dict[str, Any]:
     found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     ptx = made.asm["ptx"]
     wide = bool(re.search(r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ga]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx))
+    products = re.findall(
+        r"\b(w?g?mma)(?:_async|\.mma_async)?\.sync\.aligned\.(m\w+)[.\w]*?\.([a-z]+\d+\w*)\.([a-z]+\d+\w*)(?:\.f32)?\s", ptx
+    )
     return {
+        "additions": len(re.findall(r"\badd(?:\.rn)?\.f32\b", ptx)),
+        "products": sorted({" ".join(each) for each in products}),
         "registers": found["REG"],
         "spilled_bytes": found["STACK"] + found["LOCAL"],
         "shared_bytes": made.metadata.shared,
         "has_wide_loads": wide,
-        "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+", ptx))),
+        "rounds_as_pytorch": not re.search(r"fma\.rn\.f32|div\.(full|approx)|ex2\.approx|\.ftz", ptx),
     }
 
 

@@ -8,9 +8,13 @@ from tramontane.workers.device.alignment import ALIGNMENT
 
 
 class Launches:
-    """Stands for a kernel, and keeps the numbers and options of each launch. Asserts that all tensors are aligned."""
+    """Stands for a kernel, and keeps the numbers and options of each launch.
 
-    def __init__(self) -> None:
+    Asserts that all tensors are aligned but for the arguments whose alignment does not count, by their places.
+    """
+
+    def __init__(self, *unaligned: int) -> None:
+        self._unaligned = unaligned
         self.numbers: list[tuple[object, ...]] = []
         self.options: list[dict[str, object]] = []
 
@@ -19,7 +23,8 @@ class Launches:
         return self._launch
 
     def _launch(self, *given: object, **options: object) -> None:
-        assert all(each.data_ptr() % ALIGNMENT == 0 for each in given if isinstance(each, Tensor))
+        tensors = [each for place, each in enumerate(given) if isinstance(each, Tensor) and place not in self._unaligned]
+        assert all(each.data_ptr() % ALIGNMENT == 0 for each in tensors)
         self.numbers.append(tuple(each for each in given if not isinstance(each, Tensor)))
         self.options.append(options)
 

@@ -14,11 +14,15 @@ from torch import Tensor
 
 from tramontane.workers.kernels import row_products, triton_linear
 from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.quantized_linear import MAX_FP8
+from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8 as dense_quantize_rows_fp8
 from tramontane.workers.kernels.row_invariance import differing_row_count, find_group_dependence
 from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, equal_tiles
 from tramontane.workers.kernels.row_tiles import FEW_ROWS, TILES
+from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear, scaled_grouped_linear
 from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, Tile, tiled_grouped_linear, tiled_linear
 from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
+from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
 from tramontane.workers.kernels.triton_silu import silu_and_mul
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,6 +136,52 @@ def check_tile(tile: Tile, device: str) -> None:
             _assert_close(out_CN, torch.cat([x_cK @ weight_NK.T for x_cK, weight_NK in groups]), torch.bfloat16)
 
 
+def _groups_of_fp8(ends: tuple[int, ...], num_inputs: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows, of which two are behind the last group, matrices, ends and scales."""
+    weight_ENK = (_random(len(ends), 140, num_inputs) * 40).to(device, torch.float8_e4m3fn)
+    x_CK = (_random(ends[-1] + 2, num_inputs, seed=3) * torch.exp2(torch.arange(ends[-1] + 2) % 5 - 2)[:, None]).bfloat16()
+    scale_EN = torch.rand(len(ends), 140, generator=torch.Generator().manual_seed(1)).to(device)
+    return x_CK.to(device), weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), scale_EN
+
+
+def check_fp8_tile(tile: Tile, device: str) -> None:
+    """Compare with float64: ragged blocks, experts without rows, one row, more rows than a tile, rows of no expert."""
+    full = tile.rows + 1, tile.rows + 2, tile.rows + 3, 2 * tile.rows + 4, 2 * tile.rows + 5
+    for num_inputs, ends in ((tile.inputs + 16, (0, 21, 21, 21 + tile.rows)), (2 * tile.inputs, full), (tile.inputs, (0, 1))):
+        x_CK, weight_ENK, ends_E, scale_EN = _groups_of_fp8(ends, num_inputs, device)
+        x_CK[-1] = torch.nan  # which stays in its row
+        numbers_CK, scale_C1 = quantize_rows_fp8(x_CK, MAX_FP8)
+        out_CN = fp8_grouped_linear(x_CK, weight_ENK, ends_E, scale_EN, tile)
+        assert out_CN.shape == (len(x_CK), 140)
+        wide_CK = (numbers_CK.float().double() * scale_C1.double()).cpu()
+        wide_ENK = (weight_ENK.float().double() * scale_EN[..., None].double()).cpu()
+        groups = zip(wide_CK.tensor_split([*ends[:-1], ends[-1]])[:-1], wide_ENK, strict=True)
+        _assert_close(out_CN[: ends[-1]], torch.cat([x_cK @ weight_NK.T for x_cK, weight_NK in groups]), torch.bfloat16)
+        for start, end in zip((0, *ends), ends, strict=False):  # of which tile a row is part changes nothing
+            alone_CN = fp8_grouped_linear(x_CK[start:end], weight_ENK, ends_E.clamp(start, end) - start, scale_EN, tile)
+            assert torch.equal(alone_CN, out_CN[start:end])
+    assert fp8_grouped_linear(x_CK[:0], weight_ENK, ends_E * 0, scale_EN, tile).shape == (0, 140)
+
+
+def check_fp8_rows(device: str) -> None:
+    """Rows of experts are quantized bit for bit as those of dense layers, here without anything to round.
+
+    Nothing is written outside the rows of groups, whose last tiles are not full.
+    """
+    x_CK, weight_ENK, ends_E, scale_EN = _groups_of_fp8((0, 21, 21, 38), 144, device)
+    rounded_CK, scale_C1 = dense_quantize_rows_fp8(x_CK)
+    x_CK = (rounded_CK.float() * torch.exp2(scale_C1.log2().ceil())).bfloat16()
+    x_CK[:, 3] = MAX_FP8 * torch.exp2(scale_C1.log2().ceil()).bfloat16().squeeze(1)
+    rounded_CK, scale_C1 = dense_quantize_rows_fp8(x_CK)
+    assert len(scale_C1.unique()) > 2
+    with patch.object(torch, "empty", lambda *shape, **of: torch.full(shape, torch.nan, **of)):
+        expected_CN = scaled_grouped_linear(rounded_CK, scale_C1, weight_ENK, ends_E, scale_EN, torch.bfloat16, FP8_TILES[0])
+    assert expected_CN[38:].isnan().all()
+    out_CN = fp8_grouped_linear(x_CK, weight_ENK, ends_E, scale_EN, FP8_TILES[0])
+    rtol = 0 if device == "cpu" else 2**-7  # a GPU's division in Triton may be off by a last bit
+    torch.testing.assert_close(out_CN[:38], expected_CN[:38], rtol=rtol, atol=0)
+
+
 def check_norm(dtype: torch.dtype, device: str) -> None:
     """Compare with PyTorch, rows with the same rows in other company, and both entries with each other."""
     h_TD, more_TD = (_random(9, NUM_INPUTS, seed=seed).to(device, dtype) for seed in (4, 5))
@@ -163,6 +213,8 @@ CHECKS: dict[str, Check] = {
     **{f"groups in {dtype}": partial(check_groups, dtype, dtype) for dtype in DTYPES},
     **{f"groups in bfloat16 and {w}": partial(check_groups, torch.bfloat16, w) for w in QUANTIZED},
     **{f"{tile}": partial(check_tile, tile) for tile in (*FEW_ROWS_TILES, MANY_ROWS_TILE)},
+    **{f"float8 {tile}": partial(check_fp8_tile, tile) for tile in FP8_TILES},
+    "float8 rows": check_fp8_rows,
     **{f"norm in {dtype}": partial(check_norm, dtype) for dtype in DTYPES},
     **{f"silu in {dtype}": partial(check_silu, dtype) for dtype in DTYPES},
 }

@@ -8,13 +8,14 @@ count.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from interpreted_checks import Check
-from stage_checks import load
+from stage_checks import LATENT_ARGS, load
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -27,7 +28,9 @@ from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
 from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
+from tramontane.workers.attention.triton_latent import latent_decode_kernels, latent_prefill_kernels
 from tramontane.workers.kernels.fused_ops import EAGER, _with_triton_norms
+from tramontane.workers.sampling.triton_sampler import choose_tokens
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -72,11 +75,16 @@ def recorded(into: set[Variant]) -> Iterator[None]:
         yield
 
 
-def fastest_backend(plan: StagePlan, _device: torch.device) -> DeviceBackend:
+def fastest_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Return the kernels that a GPU would have if these were the fastest."""
-    decode = next(iter(split_k_kernels(4, plan.args.n_kv_heads).values()))
-    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
-    return DeviceBackend(kernels, _with_triton_norms(EAGER))
+    if plan.args.latent:
+        (prefill,), decodes = latent_prefill_kernels(plan, device).values(), latent_decode_kernels(4, plan, device)
+        kernels = AttentionKernels(prefill, next(iter(decodes.values())), write=write_rows, cache_rows=cache_rows)
+    else:
+        decode = next(iter(split_k_kernels(4, plan.args.n_kv_heads).values()))
+        kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows)
+        kernels = replace(kernels, rotate_and_write=rotate_and_write)
+    return DeviceBackend(kernels, _with_triton_norms(EAGER), choose_tokens=choose_tokens)
 
 
 def load_fastest(plan: StagePlan, device: str) -> StageWorker:
@@ -91,7 +99,8 @@ def check_variants(plan: StagePlan, is_row_wise: bool, device: str) -> None:
         worker = load(plan, device) if is_row_wise else load_fastest(plan, device)
         worker.warm_up()
     names = {name for name, _ in before}
-    assert len(names) >= 3, names
+    assert len(names) >= 4, names
+    assert f"{choose_tokens.__module__}._kernel" in names
     worker.fence(0)
     with recorded(serving):
         _serve(worker)
@@ -102,14 +111,15 @@ def check_variants(plan: StagePlan, is_row_wise: bool, device: str) -> None:
 def _serve(worker: StageWorker) -> None:
     """Each prompt alone and in two chunks, then next to decodes of the sequences before it, as many as there are."""
     cache, step, last = worker.plan.cache, 0, dict[int, int]()
-    sampling = SamplingParams(temperature=0.7)
+    samplings = [SamplingParams(temperature=0.7, **cut) for cut in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1})]  # type: ignore[arg-type]
 
     def chunk(seq_id: int, start: int, end: int) -> Chunk:
         pages = tuple(
             tuple(seq_id * each.ring_pages + page % each.ring_pages for page in each.new_pages(start, end, cache.page_size))
             for each in cache.classes
         )
-        return Chunk(seq_id, start, (1,) * (end - start), pages, None if start else sampling, needs_sample=True)
+        sampling = None if start else samplings[seq_id % len(samplings)]
+        return Chunk(seq_id, start, (1,) * (end - start), pages, sampling, needs_sample=True)
 
     for seq_id, length in enumerate(LENGTHS):
         for start, end in ((0, length), (length, length + 5)):
@@ -124,6 +134,7 @@ def _serve(worker: StageWorker) -> None:
 
 
 PLAN = tiny_plan(ARGS, dtype="bfloat16", max_num_seqs=len(LENGTHS)).stages[0]
+LATENT_PLAN = tiny_plan(replace(LATENT_ARGS, max_seq_len=48), dtype="bfloat16", max_num_seqs=len(LENGTHS)).stages[0]
 CHECKS: dict[str, Check] = {
     "the fastest": partial(check_variants, PLAN, False),
     "batch-invariant, int8": partial(
@@ -131,4 +142,5 @@ CHECKS: dict[str, Check] = {
         tiny_plan(ARGS, dtype="bfloat16", quantize="int8", max_num_seqs=len(LENGTHS), batch_invariant=True).stages[0],
         True,
     ),
+    "the fastest, latent attention": partial(check_variants, LATENT_PLAN, False),
 }

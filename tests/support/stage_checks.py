@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 from interpreted_checks import Check
-from tiny_models import tiny_args, tiny_plan
+from tiny_models import latent_args, tiny_args, tiny_plan
 from torch import Tensor
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan
-from tramontane.workers.attention import triton_attention
+from tramontane.workers.attention import triton_attention, triton_latent
 from tramontane.workers.kernels import row_products, triton_linear
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.device_backend import row_wise_backend
@@ -21,6 +21,8 @@ from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
 ARGS = tiny_args(n_layers=1, windows=(24,))
+_LATENT = latent_args(n_layers=1)
+LATENT_ARGS = replace(_LATENT, n_heads=2, moe=_LATENT.moe and replace(_LATENT.moe, first_k_dense_replace=0))
 
 
 def load(plan: StagePlan, device: str) -> StageWorker:
@@ -42,6 +44,12 @@ def check_stage(plan: StagePlan, device: str) -> None:
     assert worker.backend.has_exact_sums
     assert worker.model.experts is not None
     assert worker.model.experts.is_graph_safe
+
+
+def check_latent_stage(device: str) -> None:
+    """The same with latent attention, where the keys of most tokens have several parts."""
+    with patch.object(triton_latent, "FIXED_PARTS", 2), patch.object(triton_latent, "LEAST_KEYS", 32):
+        check_stage(tiny_plan(LATENT_ARGS, dtype="bfloat16").stages[0], device)
 
 
 def check_refusal(device: str) -> None:
@@ -72,5 +80,6 @@ def _assert_refused(plan: StagePlan, device: str, reason: str) -> None:
 CHECKS: dict[str, Check] = {
     "experts in bfloat16": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16").stages[0]),
     "experts in int8": partial(check_stage, tiny_plan(ARGS, dtype="float32", quantize="int8").stages[0]),
+    "latent attention": check_latent_stage,
     "refusal": check_refusal,
 }

@@ -2,10 +2,11 @@
 
 Its products are NumPy's: the order of a sum, and so its bits, depend on the processor and on the number of rows. Here a sum adds
 its products in the order of the inputs, each rounded by itself, which gives the same bits on every processor and for every number
-of rows. As tensor cores do, those of 16 bits are added 16 at a time to the sum that they continue. Its products of bfloat16 are
-wrong too: it keeps bfloat16 as the bits of an integer and multiplies these. They are repaired here, and so are numbers of loops
-in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call of a function within a kernel it
-replaces the functions of the language again, for a third of its time; here it does so once.
+of rows. As tensor cores do, those of 16 bits are added 16 at a time to the sum that they continue. Its products of bfloat16 and
+fp8 are wrong too: it keeps them as the bits of integers and multiplies these; and it takes integers that become bfloat16 for such
+bits. They are repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5
+refuses that. With every call of a function within a kernel it replaces the functions of the language again, for a third of its
+time; here it does so once.
 """
 
 import os
@@ -15,6 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
@@ -28,7 +30,10 @@ def _numbers(handle: Any) -> np.ndarray:  # noqa: ANN401 - of Triton's interpret
     if handle.dtype.scalar == tl.bfloat16:
         bits = handle.data.view(np.uint16).astype(np.uint32) << 16  # a bfloat16 is the upper half of a float32
         return bits.view(np.float32)
-    assert not (handle.dtype.is_floating() and handle.dtype.primitive_bitwidth == 8), "products of float8 are not repaired"
+    if handle.dtype.scalar == tl.float8e4nv:
+        numbers: np.ndarray = torch.from_numpy(handle.data.view(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+        return numbers
+    assert not (handle.dtype.is_floating() and handle.dtype.primitive_bitwidth == 8), "products of other float8 are not repaired"
     return handle.data
 
 
@@ -47,6 +52,14 @@ def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
     for k in range(0, left_MK.shape[-1], step):
         out_MN = out_MN + multiply(left_MK[..., k : k + step], right_KN[..., k : k + step, :])
     return TensorHandle(out_MN, d.dtype.scalar)
+
+
+def _create_si_to_fp(builder: Any, integers: Any, dst_type: Any) -> Any:  # noqa: ANN401
+    """Convert integers; to bfloat16 those up to 256, of which 7 bits behind the first one are enough."""
+    if dst_type.scalar != tl.bfloat16:
+        return builder.cast_impl(integers, dst_type)
+    bits = integers.data.astype(np.float32).view(np.uint32) >> 16
+    return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:  # noqa: ANN401 - of Triton's interpreter
@@ -78,5 +91,6 @@ class _PatchOnce:
 
 
 InterpreterBuilder.create_dot = _create_dot
+InterpreterBuilder.create_si_to_fp = _create_si_to_fp
 interpreter._patch_lang_tensor = _patch_lang_tensor
 _PatchOnce().install()

@@ -50,7 +50,7 @@ def select_kernels(plan: StagePlan, device: torch.device, selector: KernelSelect
     """
     if device.type == "cpu":
         return _select_for_cpu(plan, selector)
-    prefills, decodes = _gpu_candidates(plan)
+    prefills, decodes = _gpu_candidates(plan, device)
     with torch.inference_mode():
         correctness, timing = (partial(cases, plan, device) for cases in (correctness_cases, timing_cases))
         prefill = _choose_prefill(selector, plan, correctness(1), partial(timing, 1), prefills)
@@ -61,7 +61,9 @@ def select_kernels(plan: StagePlan, device: torch.device, selector: KernelSelect
     return _with_triton_writes(AttentionKernels(prefill, BatchSizeDispatch(kernels, TOKEN_LIMITS)), plan, device)
 
 
-def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:
+def _gpu_candidates(
+    plan: StagePlan, device: torch.device
+) -> tuple[dict[str, PrefillKernel], Callable[[int], dict[str, DecodeKernel]]]:
     """Return the kernels for prompts, and a function that returns those for a number of single tokens."""
     prefills: dict[str, PrefillKernel] = {}
     try:
@@ -77,7 +79,15 @@ def _gpu_candidates(plan: StagePlan) -> tuple[dict[str, PrefillKernel], Callable
     except (ImportError, OSError) as error:
         logger.warning("xformers' kernels for attention of prompts cannot be imported (%s)", error)
     try:
-        from tramontane.workers.attention.triton_decode import split_k_kernels  # neither is Triton
+        if plan.args.latent:  # for whose keys the other kernel needs minutes to compile, and more registers than there are
+            from tramontane.workers.attention.triton_latent import (  # neither is Triton
+                latent_decode_kernels,
+                latent_prefill_kernels,
+            )
+
+            prefills |= latent_prefill_kernels(plan, device)
+            return prefills, lambda num_tokens: dict(latent_decode_kernels(num_tokens, plan, device))
+        from tramontane.workers.attention.triton_decode import split_k_kernels
     except (ImportError, OSError) as error:
         logger.warning("Triton's kernels for attention of single tokens cannot be imported (%s)", error)
         return prefills, lambda _num_tokens: {}
@@ -187,6 +197,8 @@ def _shapes(plan: StagePlan) -> str:
     """
     args, windows = plan.args, ", ".join(str(window_class.window) for window_class in plan.cache.classes)
     heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
+    if args.latent:
+        heads += f" with values of {args.latent.kv_lora_rank}"
     return f"{heads}, pages of {plan.cache.page_size}, windows {windows}"
 
 

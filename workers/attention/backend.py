@@ -35,7 +35,7 @@ class PrefillKernel(Protocol):
         """Build what ``attend`` needs, once per step and window class."""
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
-        """Compute the output [T, H, d] of one layer."""
+        """Compute the output [T, H, d] of one layer. With latent attention d may be the numbers of the values alone."""
 
 
 class PagedPrefillKernel(Protocol):
@@ -52,7 +52,7 @@ class DecodeKernel(Protocol):
         """Build what ``attend`` needs, once per step and window class."""
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
-        """Compute the output [B, H, d] of one layer."""
+        """Compute the output [B, H, d] of one layer. With latent attention d may be the numbers of the values alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,15 @@ class CachedAttention:
         self.cache, self.index, self.kernels = cache, index, kernels
         self.prefill_masks = [p and kernels.prefill.build_mask(p) for p in index.prefill]
         self.decode_masks = [d and kernels.decode.build_mask(d) for d in index.decode]
+        pairs = zip(index.prefill, index.decode, strict=True)
+        self._written = [_writes(prefill, decode, index.num_prefill_tokens) for prefill, decode in pairs]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor | None, v_TGd: Tensor | None, index: object = None, /) -> Tensor:
-        """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d]."""
+        """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d].
+
+        Chunks attend, then all tokens are written at once, then single tokens attend: their own keys are cached like all others.
+        With latent attention the numbers of the values come first in d, and what follows means nothing.
+        """
         assert index is None
         assert k_TGd is not None
         assert v_TGd is not None
@@ -121,9 +127,14 @@ class CachedAttention:
         outs = []
         if (prefill := self.index.prefill[window_class]) is not None:
             outs.append(self._prefill(layer, prefill, q_THd[:split], k_TGd[:split], v_TGd[:split]))
-        if (decode := self.index.decode[window_class]) is not None:
-            outs.append(self._decode(layer, decode, q_THd[split:], k_TGd[split:], v_TGd[split:]))
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        rows_W, tokens_W = self._written[window_class]
+        self.kernels.write(self.cache.layers[layer], rows_W, k_TGd, v_TGd, tokens_W)
+        if self.index.decode[window_class] is not None:
+            outs.append(self.attend_written(layer, q_THd[split:]))
+        if len(outs) == 1:
+            return outs[0]
+        width = min(out.shape[2] for out in outs)  # of latent attention some kernels compute the numbers of the values alone
+        return torch.cat([out[..., :width] for out in outs])
 
     def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
         """Write the row's keys and values and return its queries [B, Q, d], rotated, where one kernel does all of that.
@@ -140,20 +151,26 @@ class CachedAttention:
         return self.kernels.decode.attend(q_BQd, self.cache.layers[layer], self.decode_masks[self.cache.class_of[layer]])
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps."""
+        """Attend to cached keys and the chunks' own before these are written: a chunk may be longer than what is kept."""
         cached, mask = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]]
         if index.pages_CN is not None and self.kernels.paged_prefill is not None:
-            out_THd = self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
-        else:
-            out_THd = self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
-        self.kernels.write(cached, index.write_rows, k_TGd, v_TGd, index.written)
-        return out_THd
+            return self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
+        return self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
 
-    def _decode(self, layer: int, index: DecodeMetadata, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
-        """Write, then attend: the token's own key is in the cache like any other."""
-        cached = self.cache.layers[layer]
-        self.kernels.write(cached, index.write_rows, k_BGd, v_BGd, None)
-        return self.kernels.decode.attend(q_BHd, cached, self.decode_masks[self.cache.class_of[layer]])
+
+def _writes(prefill: PrefillMetadata | None, decode: DecodeMetadata | None, num_prefill: int) -> tuple[Tensor, Tensor | None]:
+    """Return the cache rows that a micro-batch writes, and the tokens of its row for them; None for all tokens in their order.
+
+    A chunk of 3 tokens of which the last two stay, in rows 16 and 17, and single tokens for rows 5 and 40: rows 16, 17, 5 and 40,
+    tokens 1, 2, 3 and 4.
+    """
+    if prefill is None:
+        assert decode is not None
+        return decode.write_rows, None
+    if decode is None:
+        return prefill.write_rows, prefill.written
+    ones_B = torch.arange(num_prefill, num_prefill + len(decode.write_rows), device=decode.write_rows.device)
+    return torch.cat([prefill.write_rows, decode.write_rows]), torch.cat([prefill.written, ones_B])
 
 
 def _all_keys(index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,10 @@ GPU_SIZE, CPU_SIZE = CaseSize(4, 128, 1024), CaseSize(2, 32, 128)  # on CPUs the
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """Random inputs for kernels, of one window class and the stage's own geometry."""
+    """Random inputs for kernels, of one window class and the stage's own geometry.
+
+    Of what they compute, the first ``value_dim`` numbers of each head are compared.
+    """
 
     q_THd: Tensor
     k_SGd: Tensor
@@ -53,16 +56,17 @@ class KernelCase:
     q_BHd: Tensor
     cached: LayerCache
     decode_index: DecodeMetadata
+    value_dim: int
 
     def prefill(self, kernel: PrefillKernel) -> Compute:
         """Return the prefill of this case by a kernel, with its mask built."""
         mask = kernel.build_mask(self.prefill_index)
-        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)
+        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)[..., : self.value_dim]
 
     def decode(self, kernel: DecodeKernel) -> Compute:
         """Return the decode of this case by a kernel, with its mask built."""
         mask = kernel.build_mask(self.decode_index)
-        return lambda: kernel.attend(self.q_BHd, self.cached, mask)
+        return lambda: kernel.attend(self.q_BHd, self.cached, mask)[..., : self.value_dim]
 
     @property
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -72,7 +76,8 @@ class KernelCase:
         )
         prefill, decode = SdpaPrefill(), PagedDecode()
         out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
-        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
+        out_BHd = decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
+        return out_THd[..., : self.value_dim], out_BHd[..., : self.value_dim]
 
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
@@ -98,8 +103,9 @@ def check_writes(plan: StagePlan, device: torch.device, write: Write, cache_rows
     shape = (len(rows_B), plan.args.n_kv_heads, plan.args.head_dim)
     wide_TGd = torch.randn(shape[0], 2 * shape[1], shape[2], device=device).to(getattr(torch, plan.dtype))
     k_TGd, v_TGd = wide_TGd.chunk(2, dim=1)
+    is_latent = plan.args.latent is not None
     for tokens in (None, torch.tensor([2, 0, 1], device=device)):
-        caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device) for _ in range(2)]
+        caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device, is_latent) for _ in range(2)]
         caches[0].write(rows_B, k_TGd, v_TGd, tokens)
         write(caches[1], cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
         if not (torch.equal(caches[0].k_NGd, caches[1].k_NGd) and torch.equal(caches[0].v_NGd, caches[1].v_NGd)):
@@ -147,15 +153,14 @@ def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | 
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
     starts = [keys - 1 - 8 * (i % 32) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
-    return KernelCase(
-        random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim),
-        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
-        random(size.chunks * num_keys, args.n_kv_heads, args.head_dim),
-        prefill_index,
-        random(num_tokens, args.n_heads, args.head_dim),
-        LayerCache(random(*rows), random(*rows)),  # with latent attention, too: kernels do not see that they are one
-        build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
-    )
+    q_THd = random(size.chunks * size.chunk_tokens, args.n_heads, args.head_dim)
+    k_SGd = random(size.chunks * num_keys, args.n_kv_heads, args.head_dim)
+    v_SGd = k_SGd if args.latent else random(*k_SGd.shape)
+    q_BHd, k_NGd = random(num_tokens, args.n_heads, args.head_dim), random(*rows)
+    cached = LayerCache(k_NGd, k_NGd if args.latent else random(*rows))
+    decode_index = build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts)
+    value_dim = args.latent.kv_lora_rank if args.latent else args.head_dim
+    return KernelCase(q_THd, k_SGd, v_SGd, prefill_index, q_BHd, cached, decode_index, value_dim)
 
 
 def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: torch.device) -> PageRings:

@@ -14,7 +14,7 @@ Shape letters: T tokens, B single tokens, S keys of a packed row, N rows of a ca
 d head_dim, I tiles, R pages of a ring, P blocks of a token's keys; r queries (or query heads), k keys and e elements of a tile.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -66,7 +66,7 @@ class TritonPrefill:
     """Prefill kernel for heads of which ``group`` share their keys. ``page_size``: of the cache of single tokens."""
 
     group: int
-    page_size: int
+    page_size: int = field(repr=False)  # which changes no bits: not part of the kernel's name
 
     def build_mask(self, index: PrefillMetadata) -> TileMask:
         """Build the tiles of all chunks."""
@@ -102,7 +102,8 @@ class TritonDecode:
     def attend(self, q_BHd: Tensor, cached: LayerCache, mask: TileMask) -> Tensor:
         """Compute the output [B, H, d]."""
         num_blocks = max_blocks(mask, KEYS[q_BHd.element_size()])
-        shares = num_programs(*q_BHd.shape, cached.k_NGd.shape[1], num_blocks)
+        num_tokens, num_heads, head_dim = q_BHd.shape
+        shares = num_programs(num_tokens, num_heads, head_dim, cached.k_NGd.shape[1], num_blocks)
         return _launch(q_BHd, cached.k_NGd, cached.v_NGd, mask, num_blocks, shares)
 
 
@@ -260,13 +261,13 @@ def _blocks(oldest, end, k_block: tl.constexpr):  # type: ignore[no-untyped-def]
     return oldest // k_block, (end + k_block - 1) // k_block - oldest // k_block
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _entry(page, ring_pages):  # type: ignore[no-untyped-def]
     """Return the entry in the ring of a page that is counted from the beginning of a round. Of 8 entries page 11 has number 3."""
     return tl.where(page >= ring_pages, page - ring_pages, page)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add_block(  # type: ignore[no-untyped-def]
     highest_r, sum_r, out_re, block_highest_r, block_sum_r, block_re
 ):

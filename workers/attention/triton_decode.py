@@ -174,11 +174,11 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         if tl.atomic_add(ended, 1, sem="acq_rel") == num_parts - 1:
             tl.store(ended, 0)
             first_head = (token.to(tl.int64) * kv_heads + head) * group
-            _combine(parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block)
+            combine(parts_BHPd, highest_BHP, sum_BHP, out_BHd, first_head, group, head_dim, e_block, h_block, num_parts, p_block)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
     parts_BHPd,
     highest_BHP,
     sum_BHP,

@@ -56,7 +56,8 @@ def find_row_dependence(model: nn.Module, dtype: torch.dtype, device: torch.devi
     """
     for layer in _one_of_each_shape(model):
         (num_outputs, num_inputs), input_dtype = _shape(layer), _input_dtype(layer, dtype)
-        edges = () if products is None else products.edges(input_dtype, layer.weight[None])
+        is_packed = isinstance(layer, PackedLinear)
+        edges = () if products is None or is_packed else products.edges(input_dtype, layer.weight[None])
         num_tokens = max((NUM_TOKENS, *edges))
         x_TK = torch.randn(num_tokens, num_inputs, generator=torch.Generator().manual_seed(0)).to(device, input_dtype)
         if count := differing_row_count(layer, x_TK, (*ROW_COUNTS, *edges)):

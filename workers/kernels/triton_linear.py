@@ -60,15 +60,19 @@ def tiled_grouped_linear(
     Expert e has the rows from ``ends_E[e - 1]`` (int32) to ``ends_E[e]``.
 
     Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
+    """
+    return _launch(x_CK, weight_ENK, scale_EN, ends_E, tile, num_tiles(len(x_CK), len(weight_ENK), tile))
+
+
+def num_tiles(num_rows: int, num_experts: int, tile: Tile) -> int:
+    """Return how many tiles of rows there may be, however the rows are divided among the experts.
+
     200 rows of 8 experts: 3 full tiles of 64 rows, and one for each expert that is not full, 11. 20 rows in tiles of 16: 9.
     """
-    num_rows = len(x_CK)
-    return _launch(x_CK, weight_ENK, scale_EN, ends_E, tile, min(num_rows // tile.rows + len(weight_ENK), num_rows))
+    return min(num_rows // tile.rows + num_experts, num_rows)
 
 
-def _launch(
-    x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: Tensor | None, tile: Tile, num_tiles: int
-) -> Tensor:
+def _launch(x_CK: Tensor, weight_ENK: Tensor, scale_EN: Tensor | None, ends_E: Tensor | None, tile: Tile, tiles: int) -> Tensor:
     x_CK = aligned(x_CK)
     assert scale_EN is None or scale_EN.is_contiguous()
     (num_rows, width), num_outputs = x_CK.shape, weight_ENK.shape[1]
@@ -82,13 +86,39 @@ def _launch(
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if num_rows:
         with torch.cuda.device_of(out_CN):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            grid = num_tiles, triton.cdiv(num_outputs, tile.outputs)
+            grid = tiles, triton.cdiv(num_outputs, tile.outputs)
             _kernel[grid](*pointers, num_rows, num_outputs, width, *constants, *blocks, **options)
     return out_CN
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def find_group(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+    ends_E, num_rows, num_experts: tl.constexpr, e_block: tl.constexpr, r_block: tl.constexpr
+):
+    """Return the expert of this program's tile, the tile's first row, and where the expert's rows end.
+
+    With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
+    2 is rows 70 to 99 of expert 2, and tile 3 has none: its first row is not before the end.
+    """
+    tile = tl.program_id(0)
+    if num_experts == 0:
+        expert = 0
+        first = tile * r_block
+        end = num_rows
+    else:
+        e = tl.arange(0, e_block)
+        starts_e = tl.load(ends_E + e - 1, mask=(e > 0) & (e < num_experts), other=0)
+        ends_e = tl.load(ends_E + e, mask=e < num_experts, other=0)
+        tiles_e = tl.where(e < num_experts, (ends_e - starts_e + r_block - 1) // r_block, 0)
+        expert = tl.sum((tl.cumsum(tiles_e, 0) <= tile).to(tl.int32))
+        tiles_before = tl.sum(tl.where(e < expert, tiles_e, 0))
+        first = tl.sum(tl.where(e == expert, starts_e, 0)) + (tile - tiles_before) * r_block
+        end = tl.sum(tl.where(e == expert, ends_e, 0))
+    return expert, first, end
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
+def _kernel(  # type: ignore[no-untyped-def]  # as above
     x_CK,
     weight_ENK,
     scale_EN,
@@ -107,23 +137,9 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
 ):
     """Compute one tile of outputs. Programs of the same outputs are adjacent, so that they find the weights in the cache.
 
-    With tiles of 64 rows and groups that end at 70, 70 and 100: tiles 0 and 1 are rows 0 to 63 and 64 to 69 of expert 0, tile
-    2 is rows 70 to 99 of expert 2, and tile 3 has none. ``is_whole``: all blocks of inputs are full.
+    ``is_whole``: all blocks of inputs are full.
     """
-    tile = tl.program_id(0)
-    if num_experts == 0:
-        expert = 0
-        first = tile * r_block
-        end = num_rows
-    else:
-        e = tl.arange(0, e_block)
-        starts_e = tl.load(ends_E + e - 1, mask=(e > 0) & (e < num_experts), other=0)
-        ends_e = tl.load(ends_E + e, mask=e < num_experts, other=0)
-        tiles_e = tl.where(e < num_experts, (ends_e - starts_e + r_block - 1) // r_block, 0)
-        expert = tl.sum((tl.cumsum(tiles_e, 0) <= tile).to(tl.int32))
-        tiles_before = tl.sum(tl.where(e < expert, tiles_e, 0))
-        first = tl.sum(tl.where(e == expert, starts_e, 0)) + (tile - tiles_before) * r_block
-        end = tl.sum(tl.where(e == expert, ends_e, 0))
+    expert, first, end = find_group(ends_E, num_rows, num_experts, e_block, r_block)
     if first < end:
         r = first + tl.arange(0, r_block)[:, None]
         n = tl.program_id(1) * n_block + tl.arange(0, n_block)[None, :]
@@ -137,11 +153,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
             if not is_whole:
                 is_row, is_output = is_row & (k[None, :] < width), is_output & (k[:, None] < width)
             x_rk = tl.load(rows + k[None, :], mask=is_row, other=0.0)
-            numbers_kn = tl.load(matrix_rows + k[:, None], mask=is_output, other=0.0)
-            weight_kn = numbers_kn
-            if numbers_kn.dtype != x_rk.dtype:  # exact, and by way of float32: Triton generates longer code for fp8 to bfloat16
-                weight_kn = numbers_kn.to(tl.float32).to(x_rk.dtype)
-            sum_rn = tl.dot(x_rk, weight_kn, sum_rn, input_precision="ieee")
+            weight_kn = tl.load(matrix_rows + k[:, None], mask=is_output, other=0.0)
+            sum_rn = tl.dot(x_rk, weight_kn.to(x_rk.dtype), sum_rn, input_precision="ieee")  # converts without rounding
         if has_scale:
             sum_rn *= tl.load(scale_EN + expert * num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
         out_rn = sum_rn.to(out_CN.dtype.element_ty)

@@ -85,8 +85,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, k_block)
         x_tk = tl.load(x_TK + t * width + k[None, :], mask=(t < num_tokens) & (k[None, :] < width), other=0.0)
         numbers_kn = tl.load(numbers_NK + row_begins + k[:, None], mask=(n < num_rows) & (k[:, None] < width), other=0.0)
-        # By way of float32: Triton generates longer code for fp8 to bfloat16.
-        sum_tn = tl.dot(x_tk, numbers_kn.to(tl.float32).to(x_tk.dtype), sum_tn)
+        sum_tn = tl.dot(x_tk, numbers_kn.to(x_tk.dtype), sum_tn)
     scale_n = tl.load(scale_N + n, mask=n < num_rows, other=0.0).to(tl.float32)
     out_tn = (sum_tn * scale_n).to(out_TN.dtype.element_ty)
     tl.store(out_TN + t * num_rows + n, out_tn, mask=(t < num_tokens) & (n < num_rows))

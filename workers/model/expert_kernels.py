@@ -12,19 +12,22 @@ from torch import Tensor
 
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
-from tramontane.workers.kernels.quantized_linear import dequantized_linear
+from tramontane.workers.kernels.quantized_linear import MAX_FP8, dequantized_linear
 from tramontane.workers.model.grouped_gemm import (
     MAX_SMALL_BATCH_ROWS,
     GroupedProduct,
     ProductBySize,
     StackedExperts,
     torch_grouped_linear,
+    torch_scaled_grouped_linear,
 )
 
 logger = logging.getLogger(__name__)
 
 ROW_CLASSES = {64: 64, 128: 128, 512: 256}  # up to so many rows the product is used that is the fastest for so many
 NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch has none
+FP8_CAPABILITY = (8, 9)  # the first that multiplies fp8
+TORCH_FP8_CAPABILITY = (9, 0)  # on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 
 
@@ -64,9 +67,15 @@ def small_batch_kernel_works(stack: StackedExperts, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
-    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be, of which one is padding."""
+    """Compare the kernels with PyTorch's operations, for a token and for as many as there may be, of which one is padding.
+
+    They keep rows in 16 bits, and so do the products that they are compared with, whichever are used for more rows.
+    """
     from tramontane.workers.kernels.triton_moe import choose_experts  # Triton comes with torch for CUDA only
 
+    reference = stack
+    if stack.is_quantized:
+        reference = stack._replace(w13_product=dequantized_grouped_linear, w2_product=dequantized_grouped_linear)
     num_experts, _, width = stack.w13_E2FD.shape
     device, top_k = stack.w13_E2FD.device, min(2, num_experts)
     for num_tokens in (1, MAX_SMALL_BATCH_ROWS // top_k):
@@ -81,7 +90,7 @@ def _test_small_batch_kernel(stack: StackedExperts, dtype: torch.dtype) -> None:
         if not (torch.equal(expert_ids_Tk, expected_Tk) and torch.equal(total_ends_E, ends_E)):
             raise ArithmeticError("other experts are chosen or counted")
         assert_close_norm(weights_Tk, torch.softmax(logits_Tk, dim=-1), MAX_DIFFERENCE)
-        expected_TD = _mix_sorted(stack, x_TD, expected_Tk, weights_Tk, ends_E.int())
+        expected_TD = _mix_sorted(reference, x_TD, expected_Tk, weights_Tk, ends_E.int())
         assert_close_norm(stack.mix_few(x_TD, expert_ids_Tk, weights_Tk), expected_TD, MAX_DIFFERENCE)
 
 
@@ -95,13 +104,26 @@ def _mix_sorted(stack: StackedExperts, x_TD: Tensor, expert_ids_Tk: Tensor, weig
     return torch.where((expert_ids_Tk < len(ends_E))[..., None], by_choice_TkD, 0).sum(1)
 
 
-def candidates(is_quantized: bool = False) -> dict[str, GroupedProduct]:
-    """Return the grouped products by name, torch's first if it has one. Raises ImportError without Triton."""
-    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, tiled_grouped_linear  # as above
+def candidates(
+    weight_dtype: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (0, 0)
+) -> dict[str, GroupedProduct]:
+    """Return the grouped products by name: torch's, if it has one, or those that keep the rows in 16 bits come first.
 
+    ``capability``: of the GPU. Those that quantize the rows are for fp8 matrices, rows in 16 bits and GPUs that multiply fp8.
+    Raises ImportError without Triton.
+    """
+    from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear  # as above
+    from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, tiled_grouped_linear
+
+    is_quantized = weight_dtype.itemsize == 1
     tiles = (*FEW_ROWS_TILES, MANY_ROWS_TILE) if is_quantized else FEW_ROWS_TILES
     named: dict[str, GroupedProduct] = {"x".join(map(str, tile)): partial(tiled_grouped_linear, tile=tile) for tile in tiles}
-    return named if is_quantized else {"torch": torch_grouped_linear, **named}
+    if not is_quantized:
+        return {"torch": torch_grouped_linear, **named}
+    if weight_dtype != torch.float8_e4m3fn or dtype == torch.float32 or capability < FP8_CAPABILITY:
+        return named
+    named |= {f"fp8 {'x'.join(map(str, tile))}": partial(fp8_grouped_linear, tile=tile) for tile in FP8_TILES}
+    return named | ({"fp8 torch": torch_scaled_grouped_linear} if capability == TORCH_FP8_CAPABILITY else {})
 
 
 @torch.inference_mode()
@@ -113,7 +135,8 @@ def choose_product(
     Quantized matrices have ``scale_EN``, and products of Triton only; None if these do not work.
     """
     try:
-        products = candidates(scale_EN is not None)
+        capability = torch.cuda.get_device_capability(weight_ENK.device) if weight_ENK.is_cuda else (0, 0)
+        products = candidates(weight_ENK.dtype, dtype, capability)
     except ImportError as error:
         computed = "torch's grouped product" if scale_EN is None else "PyTorch one by one"
         logger.warning("Experts are computed by %s, because Triton cannot be imported (%s)", computed, error)
@@ -140,7 +163,7 @@ def _fastest_product(
     selector: KernelSelector,
 ) -> str | None:
     """Return the name of the fastest product for so many rows, or None if none of them is right."""
-    rows_CK = torch.randn(num_rows, weight_ENK.shape[2], dtype=dtype, device=weight_ENK.device)
+    rows_CK = _fp8_rows(num_rows, weight_ENK.shape[2]).to(weight_ENK.device, dtype)
     ends_E = uneven_ends(num_rows, len(weight_ENK)).to(weight_ENK.device)
 
     def prepare(name: str) -> Compute:
@@ -151,6 +174,17 @@ def _fastest_product(
     what, names = f"{job} of experts for {num_rows} rows", {name: name for name in products}
     shapes = f"{' x '.join(map(str, weight_ENK.shape))} in {weight_ENK.dtype}, rows in {dtype}"
     return selector.fastest(what, shapes, names, prepare, lambda: prepare, expected_CN, ADVANTAGE)
+
+
+def _fp8_rows(num_rows: int, width: int) -> Tensor:
+    """Return random rows [C, K] that quantization to fp8 does not change, each times another power of two up to 8.
+
+    So all products agree on them, whether they quantize rows or not, unless they lose the scales. The largest number of a row
+    is that of fp8, so the scale of row 3 is 1, and that of row 6 is 8: 448 * 8 is still a float16.
+    """
+    numbers_CK = torch.randn(num_rows, width).mul_(100).clamp_(-MAX_FP8, MAX_FP8)
+    numbers_CK[:, 0] = MAX_FP8
+    return numbers_CK.to(torch.float8_e4m3fn).float() * torch.exp2(torch.arange(num_rows) % 7 - 3)[:, None]
 
 
 def dequantized_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:

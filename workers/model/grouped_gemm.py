@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.quantized_linear import MAX_FP8
 
 # Of rows [C, K], matrices [E, N, K], ends of groups [E] and, if the matrices are quantized, scales [E, N].
 GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -28,6 +30,19 @@ def torch_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, sc
     """Compute x W^T by each row's expert, [C, N], with torch's grouped product. Rows after the last group are undefined."""
     assert scale_EN is None, "torch has no grouped product with quantized matrices and rows in 16 bits"
     return F.grouped_mm(rows_CK, weight_ENK.transpose(1, 2), offs=ends_E)
+
+
+def torch_scaled_grouped_linear(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None) -> Tensor:
+    """Compute x (W scale)^T by each row's expert, [C, N], with torch's fp8 product; rows are quantized to fp8 here.
+
+    Rows after the last group are undefined. For bfloat16 and Hopper; groups may begin at any row, as rows have whole 16 bytes.
+    """
+    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8  # Triton comes with torch for CUDA only
+
+    assert scale_EN is not None
+    numbers_CK, scale_C1 = quantize_rows_fp8(rows_CK, MAX_FP8)
+    matrices_EKN, scale_C = weight_ENK.transpose(1, 2), scale_C1.squeeze(1)
+    return torch._scaled_grouped_mm(numbers_CK, matrices_EKN, scale_C, scale_EN, offs=ends_E, out_dtype=rows_CK.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class LogitsProcessor:
         if rows:
             self._counts.add_output(rows, tensor_on(token_ids, torch.int64, self._device))
         if sampled:
-            assert latest_tokens is not None, "only a pipeline of one stage has placeholders"
+            assert latest_tokens is not None, "the last stage has sampled them"
             self._counts.add_output(list(sampled.values()), latest_tokens.of(list(sampled)))
 
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:

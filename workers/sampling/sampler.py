@@ -1,16 +1,20 @@
 """Sampling: from logits to token ids, one row per sequence that needs a token."""
 
 import hashlib
+import logging
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
-from tramontane.workers.device.pinned_memory import tensor_on
-from tramontane.workers.sampling.exact_sums import exact_weights
-from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE, sample_row
+from tramontane.workers.device.self_test import try_or_reason
+from tramontane.workers.sampling.integer_sampler import ChooseTokens, choose_plainly, row_params
+from tramontane.workers.sampling.row_sampler import sample_row
+
+logger = logging.getLogger(__name__)
 
 
 def hashed_uniform(seed: int, choice: int, position: int) -> float:
@@ -28,59 +32,62 @@ def _argmax(logits_SV: Tensor) -> Tensor:
     return torch.from_numpy(logits_SV.numpy().argmax(-1)) if logits_SV.device.type == "cpu" else logits_SV.argmax(-1)
 
 
-def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], has_exact_sums: bool = False) -> Tensor:
+def sample(
+    logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], choose: ChooseTokens | None = None
+) -> Tensor:
     """Choose one token per row, [S], on the device of the logits, without waiting for it.
 
-    ``positions`` are those of the new tokens. With ``has_exact_sums`` a row's token does not depend on the other rows on GPUs.
+    ``positions`` are those of the new tokens. ``choose``, a kernel, chooses all of them at once.
+    Without it a CPU draws row by row, and other devices draw by ``choose_plainly``. In all these ways
+    a row's token does not depend on the other rows.
     NOT_FINITE_TOKEN stands for a row with NaN or plus infinity, or with nothing but minus infinity, which masks and biases leave
     in some places: its largest number shows it, as NaN counts as larger than any. For the rest of a finite row there is nothing
     to look at.
     """
     assert logits_SV.shape[0] == len(params) == len(positions)
+    is_random = [p.temperature > 0 for p in params]
+    draws = zip(params, positions, is_random, strict=True)
+    uniforms = [hashed_uniform(p.seed or 0, p.choice, position) if is_drawn else 0.0 for p, position, is_drawn in draws]
+    if choose is None and any(is_random) and logits_SV.device.type != "cpu":
+        choose = choose_plainly
+    if choose is not None:
+        return choose(logits_SV, row_params(params, uniforms, logits_SV.device))
     chosen = _argmax(logits_SV)
     is_finite = logits_SV.gather(1, chosen[:, None])[:, 0].isfinite()
-    random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if random_rows and logits_SV.device.type == "cpu" and not has_exact_sums:
-        for row in random_rows if is_finite.all() else [row for row in random_rows if is_finite[row]]:
-            uniform = hashed_uniform(params[row].seed or 0, params[row].choice, positions[row])
-            chosen[row] = sample_row(logits_SV[row].numpy(), params[row], uniform)
-    elif random_rows:
-        rows = tensor_on(random_rows, torch.int64, logits_SV.device)
-        draws = [(params[row], positions[row]) for row in random_rows]
-        chosen[rows] = _sample_randomly(logits_SV[rows], draws, has_exact_sums)
+    if any(is_random):
+        for row, (is_drawn, has_token) in enumerate(zip(is_random, is_finite.tolist(), strict=True)):
+            if is_drawn and has_token:
+                chosen[row] = sample_row(logits_SV[row].numpy(), params[row], uniforms[row])
     return torch.where(is_finite, chosen, NOT_FINITE_TOKEN)
 
 
-def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]], has_exact_sums: bool) -> Tensor:
-    """Sample all rows at once by inversion of the cumulative distribution, on a GPU.
+def kernel_for(device: torch.device, vocab_size: int) -> ChooseTokens | None:
+    """Return the kernel of a GPU, compiled and tried, or None after a WARNING that says why there is none."""
+    try:
+        from tramontane.workers.sampling.triton_sampler import choose_tokens  # Triton is not on every platform
 
-    The distribution is that of the temperature, cut by top-k and min-p (Nguyen et al., arXiv 2407.01082), and the rest cut
-    by top-p (Holtzman et al., arXiv 1904.09751).
-    """
+        choose: ChooseTokens = choose_tokens
+        reason = try_or_reason(lambda: _self_test(choose, device, vocab_size))
+    except ImportError as error:
+        reason = str(error)
+    if not reason:
+        return choose
+    logger.warning("PyTorch samples tokens, by sorting the vocabulary: the kernel of Triton's cannot be used (%s)", reason)
+    return None
 
-    def column(values: list[float]) -> Tensor:
-        return tensor_on(values, torch.float32, logits_SV.device)[:, None]
 
-    vocab = logits_SV.shape[1]
-    scaled = logits_SV / column([p.temperature for p, _ in draws]).clamp(min=MIN_TEMPERATURE)
-    sorted_logits, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    top_k = tensor_on([p.top_k or vocab for p, _ in draws], torch.int64, logits_SV.device)[:, None]
-    sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
-    if any(p.min_p for p, _ in draws):
-        # A probability below min_p * best is a logit below best + ln(min_p).
-        floor = sorted_logits[:, :1] + column([p.min_p for p, _ in draws]).log()
-        sorted_logits = sorted_logits.masked_fill(sorted_logits < floor, -torch.inf)
-    probs = exact_weights(sorted_logits) if has_exact_sums else sorted_logits.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    top_p = column([p.top_p for p, _ in draws])
-    whole = probs.sum(-1, keepdim=True) if has_exact_sums else 1
-    cut = (before >= top_p * whole) & (top_p < 1)
-    cut[:, 0] = False  # the likeliest token is kept, however small top_p is
-    probs = probs.masked_fill(cut, 0.0)
-    cumulative = probs.cumsum(-1)
-    targets = column([hashed_uniform(p.seed or 0, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
-    picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)
-    # Rounding may step past the last kept token: clamp to the last one with any probability.
-    # If a row is not finite, none is kept: the token is then arbitrary, and is not used.
-    last_kept = ((probs > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    return token_ids.gather(1, torch.minimum(picks, last_kept))[:, 0]
+def _self_test(choose: ChooseTokens, device: torch.device, vocab_size: int) -> None:
+    """Raise ArithmeticError if a kernel does not choose the same tokens, of rows of every kind."""
+    plain = SamplingParams(temperature=0.8)
+    few = replace(plain, top_k=50, top_p=0.7, min_p=0.01)
+    kinds = (plain, few, replace(plain, temperature=0.0), replace(plain, top_p=0.95), replace(plain, top_k=20))
+    params = [kind for kind in kinds for _ in range(4)]
+    logits_SV = torch.randn(len(params), vocab_size, generator=torch.Generator().manual_seed(0)) * 4
+    logits_SV[1::4] = logits_SV[1::4].bfloat16().float()  # many are equal
+    logits_SV[2::4, ::2] = -torch.inf
+    logits_SV[3::4, vocab_size // 2] = torch.nan
+    uniforms = [(row * 0.618) % 1 for row in range(len(params))]
+    logits_SV, params_S5 = logits_SV.to(device), row_params(params, uniforms, device)
+    found_S, expected_S = choose(logits_SV, params_S5), choose_plainly(logits_SV, params_S5)
+    if num_other := int((found_S != expected_S).sum()):
+        raise ArithmeticError(f"{num_other} of {len(params)} tokens are not those of PyTorch")

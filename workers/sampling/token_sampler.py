@@ -13,6 +13,7 @@ from tramontane.proto.request import NOT_FINITE_TOKEN, FinishReason, SamplingPar
 from tramontane.proto.step import NO_TOKEN
 from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.draft_verifier import SampledRows
+from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.structured_output import StructuredOutputManager
@@ -32,8 +33,8 @@ class SampledTokens:
 class TokenSampler:
     """Samples the tokens of the last stage's rows, by ``LogitsProcessor`` and ``StructuredOutputManager``.
 
-    ``params_of`` returns a sequence's parameters. Where these make a row depend on the tokens before it, the rows of drafts are
-    sampled one after the other, for as long as drafts are right; all other rows are sampled at once.
+    ``params_of`` returns a sequence's parameters; ``choose``: see ``sample``. Where parameters make a row depend on the tokens
+    before it, the rows of drafts are sampled one after the other, for as long as drafts are right; all others at once.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class TokenSampler:
         logits_processor: LogitsProcessor,
         structured_output: StructuredOutputManager,
         params_of: Callable[[int], SamplingParams],
-        has_exact_sums: bool,
+        choose: ChooseTokens | None,
     ) -> None:
         self._logits_processor, self._structured_output = logits_processor, structured_output
-        self._params_of, self._has_exact_sums = params_of, has_exact_sums
+        self._params_of, self._choose = params_of, choose
 
     def sample(self, logits_SV: Tensor, rows: SampledRows) -> SampledTokens:
         """Sample a token for each row. Waits for the device only where a sequence with drafts depends on its tokens."""
@@ -94,4 +95,4 @@ class TokenSampler:
     def _sample(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         changed_SV = self._logits_processor.apply(logits_SV, seq_ids, positions)
         allowed_SV = self._structured_output.apply_masks(changed_SV, seq_ids)
-        return sample(allowed_SV, [self._params_of(s) for s in seq_ids], positions, self._has_exact_sums)
+        return sample(allowed_SV, [self._params_of(s) for s in seq_ids], positions, self._choose)

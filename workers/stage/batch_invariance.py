@@ -16,6 +16,7 @@ from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.kernels.row_invariance import (
@@ -67,13 +68,16 @@ def _find_dependence(
 
 
 def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts | None) -> str:
-    """Try the matrices of one layer's experts, if ``products`` compute them in groups."""
-    stack = None if model.experts is None or products is None else model.experts.first_stack
-    if stack is None or products is None:
+    """Try the matrices of one layer's experts, and those of heads, if ``products`` compute them in groups."""
+    if products is None:
         return ""
-    return find_group_dependence(stack.w13_E2FD, stack.w13_scale_E2F, dtype, products) or find_group_dependence(
-        stack.w2_EDF, stack.w2_scale_ED, dtype, products
-    )
+    groups: list[tuple[Tensor, Tensor | None]] = []
+    if model.experts is not None and (stack := model.experts.first_stack) is not None:
+        groups += [(stack.w13_E2FD, stack.w13_scale_E2F), (stack.w2_EDF, stack.w2_scale_ED)]
+    heads = (each.weight_HNK for each in model.modules() if isinstance(each, HeadProducts))
+    groups += {weight_HNK.shape: (weight_HNK, None) for weight_HNK in heads if weight_HNK is not None}.values()
+    problems = (find_group_dependence(*matrices, dtype, products) for matrices in groups)
+    return next((problem for problem in problems if problem), "")
 
 
 def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:

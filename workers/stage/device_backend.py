@@ -18,6 +18,8 @@ from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, com
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
+from tramontane.workers.sampling.integer_sampler import ChooseTokens
+from tramontane.workers.sampling.sampler import kernel_for
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
 
@@ -28,7 +30,7 @@ class DeviceBackend:
 
     ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
     ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses,
-    on a GPU. ``has_exact_sums``: see ``sample``.
+    on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``: see ``sample``, for the last stage.
     """
 
     kernels: AttentionKernels
@@ -38,6 +40,7 @@ class DeviceBackend:
     row_products: RowProducts | None = None
     has_exact_sums: bool = False
     selector: KernelSelector = WITHOUT_MEMORY
+    choose_tokens: ChooseTokens | None = None
 
     @property
     def pads_decodes(self) -> bool:
@@ -80,7 +83,13 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
             return row_wise_backend(plan, device, CudaGraphCapture(), DeviceEvent)
         selector = KernelSelector.of_device(device)
         kernels, ops = select_kernels(plan, device, selector), compile_ops(plan.args, device, dtype)
-        return DeviceBackend(kernels, ops, CudaGraphCapture(), DeviceEvent, selector=selector)
+        return DeviceBackend(
+            kernels, ops, CudaGraphCapture(), DeviceEvent, selector=selector, choose_tokens=_sampler(plan, device)
+        )
+
+
+def _sampler(plan: StagePlan, device: torch.device) -> ChooseTokens | None:
+    return kernel_for(device, plan.args.vocab_size) if plan.is_last else None
 
 
 def row_wise_backend(
@@ -96,13 +105,19 @@ def row_wise_backend(
         # Triton is not installed on every platform.
         from tramontane.workers.attention.triton_attention import triton_kernels
         from tramontane.workers.attention.triton_cache import apply_rotary, cache_rows, rotate_and_write, write_rows
+        from tramontane.workers.attention.triton_latent import invariant_kernels
 
         products = triton_products(device, plan.weight_format)
-        rotates = None if plan.args.latent else rotate_and_write  # the keys of latent attention are not heads of a product
-        kernels = replace(triton_kernels(plan), write=write_rows, cache_rows=cache_rows, rotate_and_write=rotates)
+        if plan.args.latent:  # whose keys are not heads of a product
+            kernels, rotates = invariant_kernels(plan, device), None
+        else:
+            kernels, rotates = triton_kernels(plan), rotate_and_write
+        kernels = replace(kernels, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotates)
         kernels = try_kernels(plan, device, kernels)
         ops = replace(row_wise_ops(), apply_rotary=apply_rotary)
         try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
-        return DeviceBackend(kernels, ops, graph_capture, make_event, products, has_exact_sums=True)
+        return DeviceBackend(
+            kernels, ops, graph_capture, make_event, products, has_exact_sums=True, choose_tokens=_sampler(plan, device)
+        )
     except Exception as error:  # compilers, drivers and imports raise errors of any kind
         raise triton_refusal(plan.label, error) from error

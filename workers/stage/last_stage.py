@@ -14,6 +14,7 @@ from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.rolling_cache import SequenceTable
 from tramontane.workers.device.pinned_memory import copy_to_host_async
 from tramontane.workers.sampling.draft_verifier import DraftVerifier, SampledRows
+from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.latest_tokens import LatestTokens
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker, Scored
@@ -32,7 +33,7 @@ class StepTokens(NamedTuple):
 class LastStage:
     """Samples the tokens of steps, in the order of steps. ``head`` returns the logits [S, V] of hidden states [S, D].
 
-    ``latest_tokens``: of the only stage of a pipeline.
+    ``latest_tokens``: where those are kept that the router may not know before the next step.
     """
 
     def __init__(
@@ -41,15 +42,16 @@ class LastStage:
         table: SequenceTable,
         head: Callable[[Tensor], Tensor],
         read_pieces: LoadVocabulary,
-        latest_tokens: LatestTokens | None,
+        latest_tokens: LatestTokens,
         has_exact_sums: bool,
+        choose: ChooseTokens | None,
     ) -> None:
         vocab_size, eos_token_ids, device = plan.args.vocab_size, plan.args.eos_token_ids, table.device
         self._head, self._latest_tokens = head, latest_tokens
         self.logits_processor = LogitsProcessor(vocab_size, eos_token_ids, device)
         self.structured_output = StructuredOutputManager(read_pieces, vocab_size, eos_token_ids)
         params_of = table.sampling.__getitem__
-        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, has_exact_sums)
+        self.token_sampler = TokenSampler(self.logits_processor, self.structured_output, params_of, choose)
         self.draft_verifier = DraftVerifier(is_needed=plan.cache.num_drafts > 0)
         self.logprobs = LogprobTracker(vocab_size, has_exact_sums)
 
@@ -92,7 +94,7 @@ class LastStage:
         rows = SampledRows.of(batch)
         sampled = self.token_sampler.sample(logits_SV, rows)
         verdict = self.draft_verifier.begin(rows, copy_to_host_async(sampled.token_ids))
-        if self._latest_tokens is not None and not rows.has_drafts:
+        if not rows.has_drafts:
             self._latest_tokens.put(rows.seq_ids, sampled.token_ids)
 
         def read() -> StepTokens:

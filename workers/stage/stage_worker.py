@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import PLACEHOLDER_TOKEN, MicroBatch, StepResult
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
@@ -34,6 +35,7 @@ from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, compile_native_kernels
 from tramontane.workers.stage.last_stage import LastStage
 from tramontane.workers.stage.stage_numerics import stage_numerics
+from tramontane.workers.stage.step_profiler import StepProfiler
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
 from tramontane.workers.stage.warm_up import warm_up_runs
 from tramontane.workers.weights.loader import load_module, supports_grouped_gemm
@@ -85,17 +87,18 @@ class StageWorker:
         set_fused_ops(model, self.backend.fused_ops, rotates_in_cache=self.backend.kernels.rotate_and_write is not None)
         cos_sin, frequencies = self.backend.fused_ops.cos_sin, model.rotary_frequencies.to(self.device)
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
-        # Only the single stage of a pipeline both samples tokens and embeds them.
-        is_only = plan.is_first and plan.is_last
-        self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if is_only else None
+        # The tokens that the last stage has sampled; the only stage of a pipeline also embeds them (else see ``fill_in``).
+        self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if plan.is_last else None
         self.graphs = self._graph_runner()
-        has_exact_sums = self.backend.has_exact_sums
-        self.last_stage = (
-            LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, has_exact_sums) if plan.is_last else None
-        )
+        self.last_stage = None
+        if self.latest_tokens is not None:
+            sampling = self.backend.has_exact_sums, self.backend.choose_tokens
+            self.last_stage = LastStage(plan, self.table, model.head, read_pieces, self.latest_tokens, *sampling)
         self.numerics = Numerics()  # until ``load`` has found them out
+        self.profiler: StepProfiler | None = None  # of served steps, if ``load`` was asked for it
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
+        self._sampled_seq_ids: tuple[int, ...] = ()  # the sequences that the last step has sampled a token for
 
     @classmethod
     def load(
@@ -134,6 +137,7 @@ class StageWorker:
         worker.numerics = stage_numerics(model, worker.backend, worker.device, worker.dtype, is_batch_invariant=is_invariant)
         if worker.device.type == "cuda":
             report_compilations(plan.label)
+        worker.profiler = StepProfiler.from_environment(plan, worker.device)
         return worker
 
     @property
@@ -207,6 +211,23 @@ class StageWorker:
         """Assert that this is the next step of the epoch."""
         assert batch.step_id == self.next_step_id, f"step {batch.step_id} came where {self.next_step_id} was due"
 
+    def fill_in(self, batch: MicroBatch, last: StepResult) -> MicroBatch:
+        """Return the micro-batch with tokens in the places of placeholders: those of the step before it, which has returned.
+
+        The first of several stages has not sampled them itself. Raises StaleEpochError as ``step`` does. Sequences 4 and 7 got
+        the tokens 50 and 60, and the columns are (7, placeholder), (9, 30): (7, 60), (9, 30). A sequence without a token has
+        ended; what is computed for it is in vain, and begins with token 0.
+        """
+        self.check_epoch(batch)
+        if not batch.decodes.has_placeholders:
+            return batch
+        assert (last.epoch, last.step_id) == (batch.epoch, batch.step_id - 1) == (self.epoch, self.next_step_id - 1)
+        tokens = dict(zip(self._sampled_seq_ids, last.token_ids, strict=True))
+        decodes = batch.decodes
+        pairs = zip(decodes.seq_ids, decodes.token_ids, strict=True)
+        known = tuple(max(tokens[seq_id], 0) if token == PLACEHOLDER_TOKEN else token for seq_id, token in pairs)
+        return replace(batch, decodes=decodes._replace(token_ids=known))
+
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Outcome:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
 
@@ -255,13 +276,17 @@ class StageWorker:
         ):
             return None
         kernels = self.backend.kernels
-        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, kernels, graph_capture, self.latest_tokens)
+        tokens = self.latest_tokens if self.plan.is_first else None
+        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, kernels, graph_capture, tokens)
 
     def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
+        if self.profiler is not None:
+            self.profiler.begin_step()
         timer = StepTimer(self.backend.make_event)
         self.check_epoch(batch)
         self.check_order(batch)
         self.next_step_id += 1
+        self._sampled_seq_ids = batch.sampled_seq_ids
         self.table.update(batch)
         if self.last_stage is not None:
             self.last_stage.update(batch)
@@ -302,7 +327,7 @@ class StageWorker:
         """Return the tokens of the row, [T]; in the places of placeholders those that have been sampled."""
         if not batch.decodes.has_placeholders:
             return metadata.token_ids
-        assert self.latest_tokens is not None, "only a pipeline of one stage has placeholders"
+        assert self.latest_tokens is not None, "a stage that samples elsewhere has none left"
         assert metadata.decode[0] is not None
         chunks_T, ones_B = metadata.token_ids.tensor_split([metadata.num_prefill_tokens])
         return torch.cat([chunks_T, self.latest_tokens.fill_in(ones_B, metadata.decode[0].slots)])

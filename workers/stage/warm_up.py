@@ -12,7 +12,7 @@ from tramontane.proto.plan import CachePlan, StagePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_DECODES, Chunk, DecodeColumns, MicroBatch
 
-SHORTEST, LONGEST = 16, 4096  # tokens of a prompt
+SHORTEST = 16  # tokens of a prompt
 MAX_DECODES = 2  # decodes next to a prompt
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -24,11 +24,11 @@ def warm_up_runs(plan: StagePlan, epoch: int) -> list[list[MicroBatch]]:
     has room for 100 positions the prompts have 16, 32, 64 and 100 tokens.
     """
     longest = _longest(plan)
-    lengths = [*(length for length in (SHORTEST << n for n in range(LONGEST.bit_length())) if length < longest), longest]
+    lengths = [*(length for length in (SHORTEST << n for n in range(longest.bit_length())) if length < longest), longest]
     runs = [[_Run(plan.cache, epoch).step([(0, 0, length)], sampling)] for length in lengths for sampling in (GREEDY, SAMPLED)]
-    run, middle = _Run(plan.cache, epoch), longest // 2
+    run, middle = _Run(plan.cache, epoch), max(longest // 2, 1)
     runs.append([run.step([(0, *ends)], GREEDY) for ends in pairwise((0, middle, longest)) if ends[0] < ends[1]])
-    if decoding := tuple(range(min(MAX_DECODES, plan.max_num_seqs - 1))):
+    if decoding := tuple(range(min(MAX_DECODES, plan.max_num_seqs - 1, plan.max_num_batched_tokens - 1))):
         run, ones = _Run(plan.cache, epoch), (1,) * len(decoding)
         first = run.step([(seq_id, 0, 1) for seq_id in decoding], GREEDY)
         runs.append([first, run.step([(len(decoding), 0, middle)], GREEDY, DecodeColumns(decoding, ones, ones))])
@@ -36,9 +36,9 @@ def warm_up_runs(plan: StagePlan, epoch: int) -> list[list[MicroBatch]]:
 
 
 def _longest(plan: StagePlan) -> int:
-    """Return the tokens of the longest prompt: as many as a sequence has room for."""
+    """Return the tokens of the longest prompt that is computed in one step: as many as this or a sequence has room for."""
     rooms = (each.ring_pages * plan.cache.page_size for each in plan.cache.classes if each.window is None)
-    return min(LONGEST, plan.args.max_seq_len, *rooms)
+    return min(plan.max_num_batched_tokens, plan.args.max_seq_len, *rooms)
 
 
 class _Run:

@@ -57,7 +57,7 @@ def test_a_stage_says_in_which_epoch_it_has_sampled_a_token_last(is_linked: bool
         epoch=7, device_name="", numerics=None, request_ids_of=lambda _: [], check_epoch=lambda _: None, dtype=torch.float32
     )
     takes = SimpleNamespace(step=lambda *_: outcomes.pop(), busy_for_s=0.0)
-    plan = SimpleNamespace(is_last=True)
+    plan = SimpleNamespace(is_first=False, is_last=True)
     stage.__dict__ |= COMMON | {
         **{"_worker": worker, "_executor": takes, "_link": takes, "_plan": plan, "_failure_guard": FailureGuard("", "cpu")},
         **{"_holder": "", "_sent": SentStates(0), "_sampled_epoch": -1, "_loading": threading.Thread()},

@@ -47,13 +47,14 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     application = _application(documents)
     assert validate_config(application["args"]).replicas == 1, "each is planned as if it were alone"
     scaling = application["deployments"][0]["autoscaling_config"]
-    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 48)
+    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 192)
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
 
 
 def test_keys_of_the_file_decide_when_pipelines_are_added_and_removed(tmp_path: Path) -> None:
     """The options of a deployment override the application's, so they have to be the ones that the application would have."""
     keys: dict[str, Any] = {"target_load": 0.5, "target_tokens": 9000, "upscale_delay": 3.0, "downscale_delay": 7.0}
+    keys["max_num_seqs"] = 64  # of which an application on GPUs does not know before there is a plan
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump(keys))
     words = ("--stages", "4", "--max-replicas", "3", "--config", str(tmp_path / "keys.yaml"))
     given = _application(_written(tmp_path / "out", *MIXTRAL, *words))["deployments"][0]["autoscaling_config"]

@@ -169,7 +169,7 @@ def test_stages_that_share_a_gpu_need_fewer_of_this_machines(
 
 @pytest.mark.usefixtures("bare_gpus")
 def test_sizes_of_less_than_a_gib_have_their_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    plan(str(DEMO_MODEL), "1GiB,512MiB")
+    plan(str(DEMO_MODEL), "1GiB,512MiB", max_num_seqs=64)
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
     cells = [[cell.strip() for cell in line[3:6]] for line in lines if len(line) > 6]
     assert cells == [["1.00", "5.5 MiB", "5 MiB"], ["512 MiB", "5.5 MiB", "5 MiB"], ["1.50", "11 MiB", "10 MiB"]]
@@ -177,7 +177,7 @@ def test_sizes_of_less_than_a_gib_have_their_unit(capsys: pytest.CaptureFixture[
 
 def test_what_a_window_saves_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer of Mistral 7B keeps 4 KiB per position: of 32k positions all, or a ring of 257 pages of 16."""
-    data = _planned(capsys, "mistral-7b-v0.1", "16GiB", gpus=2)
+    data = _planned(capsys, "mistral-7b-v0.1", "16GiB", gpus=2, max_num_batched_tokens=512, max_num_seqs=64)
     stage = data["stages"][0]
     free = int(16 * GIB * MEMORY_SHARE) - stage["weight_bytes"]
     rows = {row["tokens"]: (row["num_seqs"], row["num_seqs_without_windows"]) for row in stage["sequences"]}
@@ -523,9 +523,9 @@ def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("model", "memory", "options", "in_slots", "longer"),
     [
-        ("mistral-7b-v0.1", "80GiB", {"gpus": 4}, (64, 32768), {}),
+        ("mistral-7b-v0.1", "80GiB", {"gpus": 4}, (256, 32768), {}),
         ("mistral-7b-v0.3", "24GiB", {"gpus": 1}, (64, 1024), {8192: 8, 32768: 2}),
-        ("mixtral-8x22b", "80GiB", {"gpus": 4}, (64, 1840), {8192: 14, 32768: 3, 65536: 1}),
+        ("mixtral-8x22b", "80GiB", {"gpus": 4}, (96, 1232), {8192: 14, 32768: 3, 65536: 1}),
         ("mixtral-8x22b", "80GiB", {"gpus": 4, "max_num_seqs": 1}, (1, 65536), {}),
         ("ministral-8b", "24GiB", {"gpus": 3, "max_num_seqs": 20}, None, None),
     ],

@@ -550,8 +550,8 @@ DEFAULTS = {
     "quantize": None,
     "batch_invariant": None,
     "max_model_len": None,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
+    "max_num_seqs": None,
+    "max_num_batched_tokens": None,
     "enable_prefix_caching": True,
     "async_scheduling": True,
     "speculative_config": None,
@@ -662,6 +662,9 @@ def test_a_scheduler_caches_prefixes_as_configured() -> None:
         ({"max_in_flight": 2}, False),
         ({"speculative_config": '{"num_speculative_tokens": 3}'}, False),
         ({"stages": 2}, False),
+        ({"stages": 2, "threads_per_stage": 1}, False),
+        ({"stages": 2, "threads_per_stage": 8}, False),  # one has all cores, then the other, and the router between them
+        ({"stages": 3, "threads_per_stage": 4}, False),
     ],
 )
 def test_one_stage_is_scheduled_asynchronously_unless_that_is_impossible(settings: dict[str, Any], is_async: bool) -> None:
@@ -670,6 +673,16 @@ def test_one_stage_is_scheduled_asynchronously_unless_that_is_impossible(setting
     scheduler = make_scheduler(config, plan)
     assert scheduler.limits.async_scheduling == is_async
     assert getattr(scheduler.policy.policy, "_async_scheduling", False) == is_async
+
+
+@pytest.mark.parametrize(("stages", "per_gpu", "num_gpus", "is_async"), [(2, 2, 1, True), (4, 2, 2, False), (2, 1, 2, False)])
+def test_stages_that_share_one_gpu_are_scheduled_asynchronously(stages: int, per_gpu: int, num_gpus: int, is_async: bool) -> None:
+    gpus = tuple(Gpu("H100", 80 * GIB, index=index) for index in range(num_gpus))
+    config = EngineConfig(stages=stages, stages_per_gpu=per_gpu)
+    plan = plan_pipeline(config, PRESETS["mistral-7b-v0.1"], Hardware((16,), (80 * GIB,), gpus))
+    scheduler = make_scheduler(config, plan)
+    assert scheduler.limits.async_scheduling == is_async
+    assert scheduler.policy.policy.max_in_flight == (2 if is_async else min(num_gpus, stages) + (num_gpus == stages))  # type: ignore[attr-defined]
 
 
 def test_a_stage_with_expert_actors_is_not_scheduled_asynchronously() -> None:

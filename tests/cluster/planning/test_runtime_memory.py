@@ -38,8 +38,9 @@ from tramontane.proto.presets import PRESETS
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.sampling import logprobs
+from tramontane.workers.sampling.integer_sampler import choose_plainly
 from tramontane.workers.sampling.logprobs import token_logprobs
-from tramontane.workers.sampling.sampler import _sample_randomly
+from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.stage import cuda_graphs
 
 MISTRAL = PRESETS["mistral-7b-v0.1"]
@@ -92,7 +93,7 @@ def test_logits_are_counted_as_they_are_sampled() -> None:
     logits_SV = torch.randn(64, 1000)
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=1)
     with _live_bytes() as live:
-        _sample_randomly(logits_SV, [(params, position) for position in range(64)], has_exact_sums=False)
+        sample(logits_SV, [params] * 64, range(64), choose_plainly)
     assert 0.5 * SAMPLING_BYTES < live.peak / logits_SV.numel() <= SAMPLING_BYTES
 
 
@@ -134,10 +135,12 @@ def test_a_step_samples_no_more_than_its_tokens() -> None:
 def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
     config = EngineConfig(max_num_seqs=16)
     drafting = _config(max_num_seqs=16, speculative_config={"num_speculative_tokens": 3})
-    plain, drafted = (config_runtime(each, MISTRAL, "bfloat16").logits for each in (config, drafting))
+    plain, drafted = (config_runtime(each, MISTRAL, "bfloat16", 16, 512).logits for each in (config, drafting))
     assert drafted - plain == 48 * 32_000 * 52
     mixtral = PRESETS["mixtral-8x7b"]
-    inside, outside = (config_runtime(config, mixtral, "bfloat16", experts_inside=each).activations for each in (True, False))
+    inside, outside = (
+        config_runtime(config, mixtral, "bfloat16", 16, 512, experts_inside=each).activations for each in (True, False)
+    )
     assert inside > 2 * outside
 
 
@@ -158,7 +161,7 @@ def test_stages_that_share_a_gpu_leave_room_for_each_process(stages_per_gpu: int
     config = EngineConfig(
         stages_per_gpu=stages_per_gpu, max_num_batched_tokens=4096, max_num_seqs=10_000, max_model_len=8192, dtype="bfloat16"
     )
-    total, runtime = 85_017_493_504, config_runtime(config, MISTRAL, "bfloat16").total
+    total, runtime = 85_017_493_504, config_runtime(config, MISTRAL, "bfloat16", 10_000, 4096).total
     hardware = Hardware((16,), (GIB,), (Gpu("H100", total),))
     plan = plan_pipeline(config, MISTRAL, hardware)
     assert len(plan.stages) == stages_per_gpu
@@ -179,7 +182,7 @@ def test_a_model_that_does_not_fit_with_the_rest_is_refused_with_it() -> None:
     config = _config(max_model_len=64)
     with pytest.raises(PlanError) as refused:
         plan_pipeline(config, tiny_args(n_layers=2), Hardware((2,), (GIB,), (Gpu("L4", GIB),)))
-    runtime = config_runtime(config, tiny_args(), "float32").total
+    runtime = config_runtime(config, tiny_args(), "float32", 64, 512).total
     said = f"and may use 0 B, as CUDA, activations and logits take {runtime / GIB:.3g} GiB of 1 GiB; possible: 1 GPU of 2 GiB"
     assert said in str(refused.value)
 
@@ -196,6 +199,6 @@ def test_a_draft_model_leaves_room_for_its_process() -> None:
     target = plan_pipeline(_config(max_num_seqs=1000, max_model_len=1024), args, Hardware((2,), (GIB,), (gpu,)))
     small = replace(args, dim=4096, vocab_size=32_000, n_heads=8, n_kv_heads=8, head_dim=128)  # 16 MiB for a sequence
     stage = plan_draft_model(config, small, target, Hardware((2,), (GIB,), (gpu,)))
-    runtime = config_runtime(config, small, "float32").total
+    runtime = config_runtime(config, small, "float32", target.max_num_seqs, target.max_num_batched_tokens).total
     assert runtime > 4 * GIB * (1 - MEMORY_SHARE)
     assert 0.98 * (4 * GIB - runtime) < stage.packed_bytes + stage.cache_bytes <= 4 * GIB - runtime

@@ -160,18 +160,28 @@ def test_gaps_are_those_of_steps_that_waited_for_their_tokens() -> None:
     """Steps from 0 on of 10 ms, with gaps of 1 ms, which is more than 3 percent; what went ahead shows none."""
     gap, now = StepGap(), 0.0
     for number in range(6):
-        gap.observe(StageTiming(0, now, 0.010, 1), is_alone=number > 0)
+        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=number > 0)
         now += 0.011
         assert gap.is_long(0.010) == (number >= 4)
     for _ in range(9):
-        gap.observe(StageTiming(0, now, 0.010, 1), is_alone=False)
+        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=False)
         now += 0.010
     assert gap.is_long(0.030)
     assert not gap.is_long(0.034)
     for _ in range(MEASURE_AGAIN_AFTER):
-        gap.observe(StageTiming(0, now, 0.010, 1), is_alone=False)
+        gap.observe([StageTiming(0, now, 0.010, 1)], is_alone=False)
         now += 0.010
     assert not gap.is_long(0.010), "it may have become short, and is measured again"
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.001])
+def test_the_gap_of_stages_that_take_turns_is_between_the_last_and_the_first(gap_s: float) -> None:
+    """What the second stage computes in its turn, and the way to it, is no gap."""
+    gap, now = StepGap(), 0.0
+    for number in range(5):
+        gap.observe([StageTiming(0, now, 0.005, 1), StageTiming(1, now + 0.006, 0.004, 1)], is_alone=number > 0)
+        now += 0.010 + gap_s
+    assert gap.is_long(0.010) is (gap_s > 0.0003)
 
 
 def test_a_sequence_whose_pages_another_row_of_its_micro_batch_needs_goes_no_further() -> None:

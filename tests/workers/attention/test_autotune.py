@@ -161,7 +161,7 @@ def test_the_kernels_of_a_gpu_are_the_same_after_a_restart(tmp_path: Path, monke
     """For prompts, and for each number of single tokens; the cases for timing are not even made."""
     plan, choices = tiny_plan(tiny_args(n_layers=1), 1).stages[0], KernelChoices("a GPU", tmp_path)
     candidates = {"padded": SdpaPrefill(), "other": SdpaPrefill()}, {"paged": PagedDecode(), "gathered": GatheredDecode()}
-    monkeypatch.setattr(autotune, "_gpu_candidates", lambda _plan: (candidates[0], lambda _num_tokens: candidates[1]))
+    monkeypatch.setattr(autotune, "_gpu_candidates", lambda *_: (candidates[0], lambda _num_tokens: candidates[1]))
     for cases in ("correctness_cases", "timing_cases"):
         on_cpu = functools.partial(vars(autotune)[cases], plan, CPU)
         monkeypatch.setattr(autotune, cases, lambda _plan, _device, num_tokens, on_cpu=on_cpu: on_cpu(num_tokens))
@@ -268,7 +268,7 @@ def test_what_cannot_be_imported_takes_no_other_kernel_away(
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"{package}.{name}", None if name == absent else module)
-    prefills, decodes = _gpu_candidates(plan)
+    prefills, decodes = _gpu_candidates(plan, CPU)
     kernels = {"varlen_backend": "torch's varlen", "xformers_backend": "flash 2"}
     assert [*prefills] == [kernel for name, kernel in kernels.items() if name != absent]
     assert [*decodes(4)] == ([] if absent == "triton_decode" else [f"4, {plan.args.n_kv_heads}"])

@@ -119,6 +119,11 @@ class Stage:
             layer.k_NGd.fill_(-1)  # so that an unwritten row shows
             layer.v_NGd.fill_(1)
         self.num_steps = 0
+        self.num_written: list[int] = []  # rows, by calls
+
+    def _write(self, cached: LayerCache, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
+        self.num_written.append(len(rows_W))
+        cached.write(rows_W, k_TGd, v_TGd, tokens_W)
 
     def index(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> AttentionMetadata:
         batch = MicroBatch(0, self.num_steps, tuple(chunks), released)
@@ -131,7 +136,7 @@ class Stage:
     ) -> tuple[AttentionMetadata, PrefillRecorder, DecodeRecorder]:
         index, prefilled, decoded = self.index(chunks, released), PrefillRecorder(), DecodeRecorder()
         k_TGd = torch.tensor([(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]).float()[:, None, :]
-        attend = CachedAttention(self.cache, index, AttentionKernels(prefilled, decoded))
+        attend = CachedAttention(self.cache, index, AttentionKernels(prefilled, decoded, write=self._write))
         for layer in self.cache.layers:
             assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)  # outputs are in the order of the tokens
         return index, prefilled, decoded
@@ -152,6 +157,24 @@ def _first(stage: Stage, seq_id: int, num_tokens: int, *rings: tuple[int, ...], 
     pairs = zip(stage.plan.cache.classes, rings, strict=True)
     pages = (tuple(ring[n % c.ring_pages] for n in c.new_pages(start, end, size)) for c, ring in pairs)
     return _chunk(seq_id, start, num_tokens, tuple(pages))
+
+
+@pytest.mark.parametrize("windows", [[3], [None], [3, None]])
+@pytest.mark.parametrize("kinds", ["chunks", "single tokens", "both"])
+def test_a_layer_writes_once_in_a_step(windows: list[int | None], kinds: str) -> None:
+    """Also where chunks of several tokens and single tokens are packed together; each token's key stands in its row."""
+    stage = Stage(windows, page_size=1, max_len=8)
+    rings = [tuple(range(c.ring_pages)) for c in stage.plan.cache.classes]
+    others = [tuple(range(8, 8 + c.ring_pages)) for c in stage.plan.cache.classes]
+    chunks = [_first(stage, 0, 5, *rings)] if kinds != "single tokens" else []
+    ones = [_first(stage, 1, 1, *others)] if kinds != "chunks" else []
+    stage.run([*chunks, *ones])
+    kept = {3: 3, None: 5} if chunks else {3: 0, None: 0}
+    assert stage.num_written == [kept[window] + len(ones) for window in windows]
+    for layer in stage.cache.layers:
+        held = [position for position in stage.positions(layer, rings[stage.cache.class_of[layer]]) if position >= 0]
+        assert sorted(held) == (list(range(5))[-kept[windows[layer]] :] if chunks else [])
+        assert (stage.positions(layer, [8]) == [0]) == bool(ones)
 
 
 # Worked examples

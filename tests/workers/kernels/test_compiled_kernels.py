@@ -17,7 +17,10 @@ COMPILED_BY = {
     ("triton_cache", "_rows"): "attention/test_triton_decode.py",
     ("triton_cache", "_write"): "attention/test_triton_decode.py",
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
+    ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
     ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",
+    ("triton_latent", "_attend"): "attention/test_triton_latent.py",
+    ("triton_latent", "_combine"): "attention/test_triton_latent.py",
     ("triton_linear", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_moe", "_choose_kernel"): "kernels/test_triton_moe.py",
     ("triton_moe", "_down_kernel"): "kernels/test_triton_moe.py",
@@ -26,6 +29,7 @@ COMPILED_BY = {
     ("triton_silu", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_quant", "_gemv_kernel"): "kernels/test_quantized_linear.py",
     ("triton_quant", "_quantize_kernel"): "kernels/test_quantized_linear.py",
+    ("triton_sampler", "_kernel"): "sampling/test_triton_sampler.py",
 }
 
 

@@ -10,14 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled_kernels import resource_usage
+from compiled_kernels import SM_90, resource_usage
 from interpreted_checks import run_interpreted
 from kernel_launches import Launches, unspecialized
 from product_checks import CHECKS
 
-from tramontane.workers.kernels import triton_linear, triton_norm, triton_silu
+from tramontane.workers.kernels import triton_fp8_linear, triton_linear, triton_norm, triton_silu
 from tramontane.workers.kernels.row_products import TiledProducts
 from tramontane.workers.kernels.row_tiles import MAX_ROW_TILES, TILES, WIDE_TILE, choose_tile, edges, tiles_for
+from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES
+from tramontane.workers.kernels.triton_linear import Tile
 
 # Shared memory of the smallest GPU with tensor cores for bfloat16, 99 KiB. Of an H100's 228 KiB two programs of the tiles for few
 # rows take 113 KiB each, and 1 KiB of the system.
@@ -92,6 +94,31 @@ def test_the_activation_compiles_for_hopper_without_spills() -> None:
     assert usage.has_wide_loads
 
 
+@pytest.mark.parametrize("tile", FP8_TILES, ids=str)
+@pytest.mark.parametrize("capability", [89, SM_90])
+def test_tensor_cores_multiply_fp8_by_fp8(capability: int, tile: Tile) -> None:
+    """And nothing else: no number is converted first. Ada's processors have 99 KiB of shared memory, Hopper's 227."""
+    types, module = ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3), triton_fp8_linear.__name__
+    pointers_and_sizes, constants = (*range(6), 7, 8), (8, 8, *tile[:3], True)
+    usage = resource_usage(module, "_fp8_kernel", types, constants, pointers_and_sizes, tile.warps, tile.stages, capability)
+    hopper = f"wgmma m64n{tile.rows}k32 e4m3 e4m3"
+    assert usage.products == ((hopper,) if capability == SM_90 else ("mma m16n8k32 e4m3 e4m3",))
+    if capability == SM_90:  # each block's sum is added to the others
+        assert usage.additions >= tile.rows * tile.outputs / (32 * tile.warps)
+    assert usage.spilled_bytes == 0
+    assert usage.has_wide_loads
+    programs = 1 if tile.rows == 128 or capability != SM_90 else 2
+    assert programs * (usage.shared_bytes + 1024) <= (228 if capability == SM_90 else 100) * 1024
+    assert programs * usage.registers * 32 * tile.warps <= 2**16
+
+
+def test_ragged_inputs_of_fp8_spill_nothing() -> None:
+    types, module = ("*fp8e4nv", "*fp32", "*fp8e4nv", "*fp32", "*i32", "*bf16", *("i32",) * 3), triton_fp8_linear.__name__
+    tile = FP8_TILES[-2]  # which takes the most registers
+    usage = resource_usage(module, "_fp8_kernel", types, (8, 8, *tile[:3], False), (*range(6), 7, 8), *tile[3:], 89)
+    assert usage.spilled_bytes == 0
+
+
 @pytest.mark.parametrize("has_more", [False, True], ids=["alone", "after an addition"])
 def test_the_norm_compiles_for_hopper_without_spills(has_more: bool) -> None:
     """Of width 4096."""
@@ -102,9 +129,9 @@ def test_the_norm_compiles_for_hopper_without_spills(has_more: bool) -> None:
 
 
 INSTRUCTIONS = {
-    80: {"mma.sync.aligned.m16n8k16"},
-    89: {"mma.sync.aligned.m16n8k16"},
-    90: {f"wgmma.mma_async.sync.aligned.m64n{outputs}k16" for outputs in (32, 64, 128, 256)},
+    80: {"mma m16n8k16"},
+    89: {"mma m16n8k16"},
+    90: {f"wgmma m64n{outputs}k16" for outputs in (32, 64, 128, 256)},
 }
 
 
@@ -130,8 +157,8 @@ def test_all_tiles_multiply_with_instructions_of_one_kind(capability: int, dtype
         )
         assert usage.spilled_bytes == 0, tile
         assert usage.shared_bytes <= (227 if capability == 90 else 99) * 1024, tile
-        found |= usage.products
-    assert found <= INSTRUCTIONS[capability]
+        found |= set(usage.products)
+    assert found <= {f"{each} {dtype.replace('fp', 'f')} {dtype.replace('fp', 'f')}" for each in INSTRUCTIONS[capability]}
     assert found
 
 
@@ -189,6 +216,7 @@ def test_a_number_of_rows_changes_nothing_but_the_tile(dtype: torch.dtype, monke
 
 def test_kernels_are_not_compiled_again_for_some_numbers_of_rows() -> None:
     assert "num_rows" in unspecialized(triton_linear._kernel)
+    assert "num_rows" in unspecialized(triton_fp8_linear._fp8_kernel)
 
 
 def test_any_number_of_rows_of_a_norm_launches_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,16 @@ from torch import Tensor
 from tramontane.proto.model_args import GateScores, MoeArgs
 from tramontane.workers.device.kernel_choices import KernelChoices
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, Compute, KernelSelector
+from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8
 from tramontane.workers.model import expert_kernels
 from tramontane.workers.model.expert_kernels import choose_product, small_batch_kernel_works, uneven_ends, with_gpu_kernels
-from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, ProductBySize, StackedExperts, torch_grouped_linear
+from tramontane.workers.model.grouped_gemm import (
+    MAX_SMALL_BATCH_ROWS,
+    ProductBySize,
+    StackedExperts,
+    torch_grouped_linear,
+    torch_scaled_grouped_linear,
+)
 from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.transformer import StageModel
 
@@ -148,7 +155,7 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
         return factor * torch_grouped_linear(*given)
 
     factors = {"torch": 1.0, "low": 1.001, "high": 0.999, "wrong": 1.1}
-    monkeypatch.setattr(expert_kernels, "candidates", lambda _: {n: partial(product, n, f) for n, f in factors.items()})
+    monkeypatch.setattr(expert_kernels, "candidates", lambda *_: {n: partial(product, n, f) for n, f in factors.items()})
     seconds = {
         64: {"torch": 3e-6, "low": 1e-6, "high": 2e-6},
         128: {"torch": 3e-6, "low": 2e-6, "high": 1e-6},
@@ -175,7 +182,7 @@ def test_the_fastest_product_of_each_class_of_rows(monkeypatch: pytest.MonkeyPat
 def test_the_products_are_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the clock says then; experts of other sizes and data types are asked for by themselves."""
     products = {name: partial(torch_grouped_linear) for name in ("torch", "low", "high")}
-    monkeypatch.setattr(expert_kernels, "candidates", lambda _: products)
+    monkeypatch.setattr(expert_kernels, "candidates", lambda *_: products)
     choices, timed = KernelChoices("a GPU", tmp_path), list[int]()
 
     def chosen(fastest: int, job: str, weight_ENK: Tensor, dtype: torch.dtype) -> tuple[str, int]:
@@ -202,7 +209,7 @@ def test_quantized_products_for_rows_of_another_data_type_are_asked_for_by_thems
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     product = expert_kernels.dequantized_grouped_linear
-    monkeypatch.setattr(expert_kernels, "candidates", lambda _: {"one": product, "other": product})
+    monkeypatch.setattr(expert_kernels, "candidates", lambda *_: {"one": product, "other": product})
     choices, timed = KernelChoices("a GPU", tmp_path), list[torch.dtype]()
     selector = KernelSelector(lambda compute: timed.append(compute().dtype) or 1.0, choices)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -212,7 +219,7 @@ def test_quantized_products_for_rows_of_another_data_type_are_asked_for_by_thems
 
 
 def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_is_quantized: bool) -> None:
+    def fails(*_: object) -> None:
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(expert_kernels, "candidates", fails)
@@ -253,8 +260,10 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
     def clock(compute: Compute) -> float:
         return seconds[last[0]](len(compute()))
 
-    monkeypatch.setattr(expert_kernels, "candidates", lambda is_quantized: products if is_quantized else pytest.fail("plain"))
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(expert_kernels, "candidates", lambda *given: (asked.append(given), products)[1])
     stack = with_gpu_kernels({7: _quantized_stack(QUANTIZED[dtype])}, torch.float32, KernelSelector(clock))[7]
+    assert asked == [(QUANTIZED[dtype], torch.float32, (0, 0))] * 2
     assert isinstance(stack.w2_product, ProductBySize)
     assert stack.w2_product.name == "few to 64 rows, few to 128 rows, few to 512 rows, many for more"
     assert stack.w2_product.large is products["many"]
@@ -271,3 +280,75 @@ def test_quantized_experts_have_products_for_any_number_of_rows(monkeypatch: pyt
 
 def test_quantized_experts_run_one_by_one_where_there_is_no_gpu() -> None:
     assert with_gpu_kernels({3: _quantized_stack(torch.int8)}, torch.float32, WITHOUT_MEMORY) == {}
+
+
+CONVERTING = ["16x128x128x4x4", "16x64x256x4x3", "16x128x64x4x6", "32x128x128x4x3", "64x128x64x4x4", "128x128x64x8x3"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "capability", "in_fp8"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, (9, 0), ["fp8 triton", "fp8 torch"]),
+        (torch.float8_e4m3fn, torch.float16, (8, 9), ["fp8 triton"]),
+        (torch.float8_e4m3fn, torch.bfloat16, (10, 3), ["fp8 triton"]),
+        (torch.float8_e4m3fn, torch.float32, (9, 0), []),
+        (torch.float8_e4m3fn, torch.bfloat16, (8, 6), []),
+        (torch.int8, torch.bfloat16, (9, 0), []),
+    ],
+)
+def test_rows_are_quantized_where_the_gpu_multiplies_fp8(
+    weights: torch.dtype, rows: torch.dtype, capability: tuple[int, int], in_fp8: list[str]
+) -> None:
+    """For matrices in fp8 and rows in 16 bits; products that keep the rows come first."""
+    tiles = pytest.importorskip("tramontane.workers.kernels.triton_fp8_linear").FP8_TILES
+    names = [f"fp8 {'x'.join(map(str, tile))}" for tile in tiles] if in_fp8 else []
+    assert list(expert_kernels.candidates(weights, rows, capability)) == CONVERTING + names + in_fp8[1:]
+
+
+def _quantizing(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
+    """Stand for a product in fp8, with PyTorch."""
+    numbers_CK, scale_C1 = quantize_rows_fp8(rows_CK)
+    return _dequantized(numbers_CK.float() * scale_C1, weight_ENK, ends_E, scale_EN).to(rows_CK.dtype)
+
+
+def _losing_scales(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
+    return _dequantized(quantize_rows_fp8(rows_CK)[0].float(), weight_ENK, ends_E, scale_EN).to(rows_CK.dtype)
+
+
+def _only_casting(rows_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None) -> Tensor:
+    return _dequantized(rows_CK.to(torch.float8_e4m3fn).float(), weight_ENK, ends_E, scale_EN).to(rows_CK.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_quantize_rows_are_held_to_the_same_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    """With rows that quantization does not change; one that loses their scales is not used."""
+    products = {"rows": _quantizing, "no scales": _losing_scales, "cast": _only_casting}
+    monkeypatch.setattr(expert_kernels, "candidates", lambda *_: products)
+    stack = _quantized_stack(torch.float8_e4m3fn)
+    with caplog.at_level(logging.INFO):
+        product = choose_product("w2", stack.w2_EDF, dtype, stack.w2_scale_ED, KernelSelector(lambda _: 1e-6))
+    assert isinstance(product, ProductBySize)
+    assert {name for _, name, _ in product.small} == {product.large_name} == {"rows"}
+    for message in caplog.messages:
+        assert message.count("differs by") == 2
+
+
+def test_few_choices_are_not_compared_with_products_that_quantize_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose error is larger than the limit: 3 % here, of rows that have something to round."""
+    _as_if_on_a_gpu(monkeypatch)
+    stack = _quantized_stack(torch.float8_e4m3fn)
+    exact = stack._replace(w13_product=_dequantized, w2_product=_dequantized)
+    monkeypatch.setattr(StackedExperts, "mix_few", lambda _stack, *given: _mix(exact, *given))
+    assert small_batch_kernel_works(stack._replace(w13_product=_quantizing, w2_product=_quantizing), torch.float32)
+
+
+def test_torchs_fp8_product_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own rules for shapes, strides and data types, without a GPU."""
+    triton_quant = pytest.importorskip("tramontane.workers.kernels.triton_quant")
+    monkeypatch.setattr(triton_quant, "quantize_rows_fp8", lambda x_TK, _largest: quantize_rows_fp8(x_TK))
+    rows_CK, ends_E = torch.empty(37, 64, device="meta", dtype=torch.bfloat16), torch.empty(4, device="meta", dtype=torch.int32)
+    weight_ENK = torch.empty(4, 48, 64, device="meta", dtype=torch.float8_e4m3fn)
+    out_CN = torch_scaled_grouped_linear(rows_CK, weight_ENK, ends_E, torch.empty(4, 48, device="meta"))
+    assert (out_CN.shape, out_CN.dtype) == ((37, 48), torch.bfloat16)

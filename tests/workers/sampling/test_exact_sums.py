@@ -1,4 +1,4 @@
-"""Probabilities whose sums are exact: the same tokens as by floating sums, and none of it depends on an order of addition."""
+"""Probabilities whose sums are exact: as by floating sums, and none of it depends on an order of addition."""
 
 import asyncio
 from dataclasses import replace
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.sampling import logprobs, sampler
+from tramontane.workers.sampling import logprobs
 from tramontane.workers.sampling.exact_sums import UNITS, exact_logsumexp, exact_weights
 from tramontane.workers.sampling.logprobs import token_logprobs
-from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.stage.device_backend import backend_for
 
 VOCAB = 20_000
@@ -57,51 +56,16 @@ def test_of_equal_logits_the_first_are_the_best() -> None:
         assert [token for token, _ in top] == sorted(range(VOCAB), key=lambda token, row=row: (-row[token], token))[:20]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 50}], ids=str)
-def test_tokens_are_those_of_floating_sums(params: dict[str, float]) -> None:
-    """Of draws that are not next to a border, which are nearly all."""
-    logits_SV = _logits(200)
-    sampling = [SamplingParams(temperature=1.0, seed=7, **params)] * 200  # type: ignore[arg-type]
-    floating, exact = (sample(logits_SV, sampling, range(200), has_exact) for has_exact in (False, True))
-    assert int((floating != exact).sum()) <= 1
-    alone = torch.cat([sample(logits_SV[row : row + 1], sampling[:1], [row], has_exact_sums=True) for row in range(20)])
-    assert torch.equal(alone, exact[:20])
-
-
-@pytest.mark.parametrize("has_exact_sums", [True, False])
-def test_sums_are_exact_where_they_have_to_be_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, has_exact_sums: bool) -> None:
-    """The last of the sorted tokens gets nearly all of the weight, and every logarithm is 7."""
-    logits_SV = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    monkeypatch.setattr(sampler, "exact_weights", lambda _: torch.tensor([[1.0, 1.0, 1.0, UNITS]], dtype=torch.float64))
-    monkeypatch.setattr(logprobs, "exact_logsumexp", lambda _: torch.tensor([[7.0]]))
-    params = [SamplingParams(temperature=0.01, seed=1)]
-    assert sample(logits_SV, params, [0], has_exact_sums).tolist() == [3 if has_exact_sums else 0]
-    ((logprob, _),) = token_logprobs(logits_SV, [0], [1], has_exact_sums)
-    assert (logprob == -4.0) is has_exact_sums
-
-
-def test_top_p_is_a_share_of_all_weights() -> None:
-    """Of shares of 0.64, 0.24, 0.09 and 0.03 the first two are kept: 0.64 is less than 0.7, 0.88 is not."""
-    logits_SV = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    params = [SamplingParams(temperature=1.0, top_p=0.7, seed=seed) for seed in range(200)]
-    tokens = sample(logits_SV.expand(200, -1), params, range(200), has_exact_sums=True)
-    assert set(tokens.tolist()) == {0, 1}
-
-
 @pytest.mark.parametrize("has_exact_sums", [True, False])
 def test_a_stage_adds_as_its_backend_says(monkeypatch: pytest.MonkeyPatch, has_exact_sums: bool) -> None:
-    """Where it samples two tokens, and for log-probabilities of these and of the prompt."""
-    calls = {"weights": 0, "logsumexp": 0}
-
-    def weights(logits_SV: Tensor) -> Tensor:
-        calls["weights"] += 1
-        return exact_weights(logits_SV)
+    """For log-probabilities of two tokens and of the prompt."""
+    calls = 0
 
     def logsumexp(logits_RV: Tensor) -> Tensor:
-        calls["logsumexp"] += 1
+        nonlocal calls
+        calls += 1
         return exact_logsumexp(logits_RV)
 
-    monkeypatch.setattr(sampler, "exact_weights", weights)
     monkeypatch.setattr(logprobs, "exact_logsumexp", logsumexp)
     args = tiny_args(n_layers=1, moe=False)
     plan, model = tiny_plan(args), random_model(args)
@@ -112,4 +76,4 @@ def test_a_stage_adds_as_its_backend_says(monkeypatch: pytest.MonkeyPatch, has_e
         asyncio.run(run_answers(chain, scheduler_for(plan), [random_ids(5, 0)], params))
     finally:
         chain.close()
-    assert calls == ({"weights": 2, "logsumexp": 3} if has_exact_sums else {"weights": 0, "logsumexp": 0})
+    assert calls == (3 if has_exact_sums else 0)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_by_hand import SAMPLINGS, kept_by_hand, pick_by_hand
 from torch import Tensor
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
 from tramontane.workers.sampling import row_sampler, sampler
+from tramontane.workers.sampling.integer_sampler import ChooseTokens, choose_plainly
 from tramontane.workers.sampling.sampler import hashed_uniform
 
 VOCAB = 40
@@ -31,52 +33,15 @@ def _logits(rows: int, seed: int = 0, vocab: int = VOCAB, std: float = 2.0) -> T
     return std * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def _kept(logits: list[float], p: SamplingParams) -> list[tuple[int, float]]:
-    """(token, probability) after temperature, then min-p, top-k and top-p, likeliest first: as one would write it by hand."""
-    top = max(logits)
-    ranked = [(math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)]
-    ranked.sort(key=lambda each: (-each[0], each[1]))  # of equal ones the first
-    ranked = [(weight, token) for weight, token in ranked if weight >= p.min_p][: p.top_k or None]
-    total = sum(weight for weight, _ in ranked)
-    kept, mass = [], 0.0
-    for weight, token in ranked:
-        kept.append((token, weight / total))
-        mass += weight / total
-        if mass >= p.top_p:
-            break
-    return [(token, probability / mass) for token, probability in kept]
-
-
-def _pick(kept: list[tuple[int, float]], u: float) -> tuple[int, float]:
-    """The token in whose share of [0, 1) u falls, and how close u is to the border of that share."""
-    ends = list(itertools.accumulate(probability for _, probability in kept))
-    rank = min(sum(end <= u for end in ends), len(kept) - 1)
-    return kept[rank][0], min(abs(u - end) for end in ends)
-
-
-SETTINGS = [
-    _params(),
-    _params(temperature=0.3),
-    _params(temperature=3.0),
-    _params(top_k=5),
-    _params(top_k=1000),
-    _params(top_p=0.5),
-    _params(top_p=0.95),
-    _params(temperature=0.7, top_k=7, top_p=0.8),
-    _params(temperature=2.0, top_k=3, top_p=0.99),
-    _params(min_p=0.2),
-    _params(temperature=1.5, min_p=0.05),
-    _params(temperature=2.0, min_p=0.1, top_k=9, top_p=0.8),
-]
-
-
-@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
+@pytest.mark.parametrize("params", SAMPLINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
 def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
     logits = _logits(300)
     tokens = sample(logits, [params] * 300, range(300))
     borders = 0
     for row, token in enumerate(tokens):
-        expected, distance = _pick(_kept(logits[row].tolist(), params), hashed_uniform(params.seed or 0, params.choice, row))
+        expected, distance = pick_by_hand(
+            kept_by_hand(logits[row].tolist(), params), hashed_uniform(params.seed or 0, params.choice, row)
+        )
         if distance < 1e-6:  # float32 may fall on either side
             borders += 1
         else:
@@ -203,7 +168,7 @@ def test_frequencies_are_those_of_softmax(params: SamplingParams) -> None:
     """Pearson's statistic over 20 000 positions: above 35 by chance once in 10 000 times with 10 degrees of freedom."""
     row, num_draws = _logits(1, seed=9, vocab=11, std=1.0), 20_000
     counts = Counter(sample(row.expand(num_draws, -1), [params] * num_draws, range(num_draws)))
-    expected = dict(_kept(row[0].tolist(), params))
+    expected = dict(kept_by_hand(row[0].tolist(), params))
     assert set(counts) <= set(expected)
     assert sum((counts[t] - num_draws * p) ** 2 / (num_draws * p) for t, p in expected.items()) < 35
 
@@ -225,19 +190,19 @@ FINITE = {
 }
 
 
-@pytest.mark.parametrize("has_exact_sums", [False, True])  # with them rows are sampled together, as on a GPU
+@pytest.mark.parametrize("choose", [None, choose_plainly], ids=["one by one", "together, as on a GPU"])
 @pytest.mark.parametrize(
     "params", [_params(temperature=0.0), _params(), _params(top_p=0.5, top_k=2), _params(min_p=0.1)], ids=str
 )
-def test_rows_that_are_not_finite_have_no_token_and_change_no_other(params: SamplingParams, has_exact_sums: bool) -> None:
+def test_rows_that_are_not_finite_have_no_token_and_change_no_other(params: SamplingParams, choose: ChooseTokens | None) -> None:
     rows = {**NOT_FINITE, **FINITE, "numbers": [0.5, -1.0, 2.0, 0.0]}
     logits_SV, positions = torch.tensor(list(rows.values())), range(len(rows))
-    ids = dict(zip(rows, sampler.sample(logits_SV, [params] * len(rows), positions, has_exact_sums).tolist(), strict=True))
+    ids = dict(zip(rows, sampler.sample(logits_SV, [params] * len(rows), positions, choose).tolist(), strict=True))
     assert {name for name, token_id in ids.items() if token_id == NOT_FINITE_TOKEN} == NOT_FINITE.keys()
     for number, (name, row) in enumerate(rows.items()):
         if name not in NOT_FINITE:
             assert row[ids[name]] > -math.inf
-            assert [ids[name]] == sampler.sample(logits_SV[number, None], [params], [number], has_exact_sums).tolist()
+            assert [ids[name]] == sampler.sample(logits_SV[number, None], [params], [number], choose).tolist()
 
 
 def test_large_rows_that_are_not_finite() -> None:
@@ -261,7 +226,7 @@ LARGE = 5000  # more than the likeliest tokens that are sorted at first
 @pytest.mark.parametrize("std", [0.01, 1.0, 4.0])
 @pytest.mark.parametrize(
     "params",
-    [*SETTINGS, _params(top_k=2000), _params(temperature=1.5, top_k=1500, top_p=0.9), _params(temperature=5.0, min_p=0.9)],
+    [*SAMPLINGS, _params(top_k=2000), _params(temperature=1.5, top_k=1500, top_p=0.9), _params(temperature=5.0, min_p=0.9)],
     ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}",
 )
 def test_a_large_vocabulary_by_hand(params: SamplingParams, std: float) -> None:
@@ -270,9 +235,9 @@ def test_a_large_vocabulary_by_hand(params: SamplingParams, std: float) -> None:
     tokens = sample(logits, [params] * 16, range(16))
     borders = 0
     for row, token in enumerate(tokens):
-        kept = _kept(logits[row].tolist(), params)
+        kept = kept_by_hand(logits[row].tolist(), params)
         u = hashed_uniform(params.seed or 0, params.choice, row)
-        expected, distance = _pick(kept, u)
+        expected, distance = pick_by_hand(kept, u)
         if distance < 1e-6:
             borders += 1
         else:

@@ -1,4 +1,4 @@
-"""How many kernels a step of decodes launches on a GPU: with few sequences each takes about as long as its launch.
+"""How many kernels a step launches on a GPU: with few tokens each takes about as long as its launch.
 
 Stages are recorded on torch's meta device, as CUDA graphs are, with the kernels of this project that a GPU would be given. An
 operation of PyTorch counts as one kernel, one that makes a view or memory as none, and each of ``FusedOps`` and each Triton
@@ -13,7 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from meta_device import META, OtherMemory
+from sampling_by_hand import SAMPLINGS
 from tiny_models import tiny_args, tiny_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +27,8 @@ from triton.runtime.jit import JITFunction
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import StagePlan
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
 from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
@@ -38,6 +42,9 @@ from tramontane.workers.kernels.triton_gemv import BLOCKS, gemv
 from tramontane.workers.model import moe
 from tramontane.workers.model.grouped_gemm import StackedExperts
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.integer_sampler import ChooseTokens
+from tramontane.workers.sampling.sampler import sample
+from tramontane.workers.sampling.triton_sampler import choose_tokens
 from tramontane.workers.stage import device_backend
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import DeviceBackend, row_wise_backend
@@ -52,10 +59,13 @@ MAX_LAYER_LAUNCHES = {"dense": 9, "experts": 10}
 # With kernels that give a token the same bits in any company: choices of experts are sorted, see ``moe.py``.
 # Of few tokens the blocks of attention are added by one more kernel.
 MAX_ROW_WISE_LAUNCHES = {"dense": 10, "experts": 26}
+# Of a step with chunks and single tokens: four products, two norms, the rotation, attention of both, their outputs together, the
+# write to the cache and silu_and_mul.
+MAX_MIXED_LAYER_LAUNCHES = 12
 # Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin, counters of parts, padding,
 # the last sum, norm, product and conversion to float32.
 MAX_OTHER_LAUNCHES = 13
-MAX_OTHER_ROW_WISE_LAUNCHES = 1
+MAX_OTHER_ROW_WISE_LAUNCHES = 25  # PyTorch computes cosines and describes the tokens, some kernels each
 MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 
 
@@ -118,10 +128,26 @@ def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], *_: object) 
     return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
 
+MakeBackend = Callable[[StagePlan, LaunchCounter], DeviceBackend]
+
+
+class OnePrefill(SdpaPrefill):
+    """Attention of chunks as one kernel, as on GPUs."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        self._attend = counter.count_once("prefill", super().attend)
+
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
+        out: Tensor = self._attend(q_THd, k_SGd, v_SGd, mask)
+        return out
+
+
 def _fastest(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
     compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
     decode = next(iter(split_k_kernels(1, plan.args.n_kv_heads).values()))
-    kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
+    kernels = AttentionKernels(
+        OnePrefill(counter), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write
+    )
     return DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
 
 
@@ -129,19 +155,16 @@ def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
     with (
         patch.object(device_backend, "try_kernels", lambda _plan, _device, kernels: kernels),
         patch.object(device_backend, "try_ops", lambda *_: None),
+        patch.object(device_backend, "_sampler", lambda *_: None),
         patch.object(row_products, "equal_tiles", lambda _device, dtype, _weight_dtype: TILES[dtype.itemsize]),
     ):
         return row_wise_backend(plan, META, counter.capture)
 
 
-def _launches(
-    args: ModelArgs,
-    num_decodes: int,
-    monkeypatch: pytest.MonkeyPatch,
-    make_backend: Callable[[StagePlan, LaunchCounter], DeviceBackend] = _fastest,
-) -> Counter[str]:
-    """Return the kernels in the graph of so many decodes, of a model that is one stage."""
-    counter = LaunchCounter()
+def _worker(
+    args: ModelArgs, counter: LaunchCounter, monkeypatch: pytest.MonkeyPatch, make_backend: MakeBackend = _fastest
+) -> StageWorker:
+    """Return the only stage of a model, with what a GPU would be given."""
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
     monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
@@ -153,7 +176,30 @@ def _launches(
     for layer in model.modules():
         if isinstance(layer, Linear):
             layer.small_batch_products = ((1, "gemv", partial(gemv, block=BLOCKS[0])),)
-    worker = StageWorker(plan, model, "meta", backend=make_backend(plan, counter))
+    return StageWorker(plan, model, "meta", backend=make_backend(plan, counter))
+
+
+def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled."""
+    counter = LaunchCounter()
+    worker = _worker(args, counter, monkeypatch)
+    worker.fence(0)
+    sizes, first_pages, chunks = (20, 1, 1), iter((0, 2, 3)), []
+    for seq_id, size in enumerate(sizes):
+        page = next(first_pages)
+        pages = tuple(range(page, page + -(-size // worker.plan.cache.page_size)))
+        chunks.append(Chunk(seq_id, 0, (0,) * size, (pages,), SamplingParams(), needs_sample=False))
+    with counter:
+        worker.launch(MicroBatch(0, 0, tuple(chunks)), None)
+    return counter.launches
+
+
+def _launches(
+    args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch, make_backend: MakeBackend = _fastest
+) -> Counter[str]:
+    """Return the kernels in the graph of so many decodes, of a model that is one stage."""
+    counter = LaunchCounter()
+    worker = _worker(args, counter, monkeypatch, make_backend)
     worker.prepare()
     assert worker.graphs is not None
     by_rows = {rows: launches for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)}
@@ -175,7 +221,7 @@ def test_a_batch_invariant_step_launches_few_kernels(kind: str, num_decodes: int
 
 
 def _check(
-    make_backend: Callable[[StagePlan, LaunchCounter], DeviceBackend],
+    make_backend: MakeBackend,
     kind: str,
     num_decodes: int,
     max_of_layer: int,
@@ -191,3 +237,38 @@ def _check(
     assert layer.total() <= max_of_layer, layer
     assert others.total() <= max_others, others
     assert fewer.total() == LAYERS * layer.total() + others.total()
+
+
+def _sampling_launches(
+    params: list[SamplingParams], choose: ChooseTokens | None, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    counter = LaunchCounter()
+    monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
+    with counter:
+        tokens_S = sample(torch.empty(len(params), 32_000, device=META), params, range(len(params)), choose)
+    assert (tokens_S.shape, tokens_S.dtype) == ((len(params),), torch.int64)
+    return counter.launches
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_tokens_are_sampled_by_one_kernel(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rows want, greedy ones among them. Without Triton it takes some eighty."""
+    params = [*([SamplingParams(temperature=0.0)] if num_rows > 1 else []), *SAMPLINGS * 6][:num_rows]
+    assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1}
+    assert _sampling_launches(params, None, monkeypatch).total() > 20
+
+
+def test_greedy_tokens_are_chosen_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parameters are zeros, which the device makes itself. Without Triton it takes eight."""
+    params = [SamplingParams(temperature=0.0)] * 4
+    assert _sampling_launches(params, choose_tokens, monkeypatch) == {"triton_sampler._kernel": 1, "zeros": 1}
+    assert _sampling_launches(params, None, monkeypatch).total() > 2
+
+
+def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel by kernel, so that the host has to launch all of them in the time that the device takes."""
+    fewer, more = (_mixed_launches(tiny_args(n_layers=n, moe=False, window=None), monkeypatch) for n in (LAYERS, LAYERS + 1))
+    layer = more - fewer
+    assert layer.total() <= MAX_MIXED_LAYER_LAUNCHES, layer
+    assert (layer["prefill"], layer["cat"], layer["triton_cache._write"]) == (1, 1, 1)

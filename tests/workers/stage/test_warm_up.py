@@ -14,7 +14,7 @@ from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation, Outcome
 from tramontane.workers.stage.stage_worker import NOT_FENCED, StageWorker
-from tramontane.workers.stage.warm_up import LONGEST, warm_up_runs
+from tramontane.workers.stage.warm_up import warm_up_runs
 
 FULL = tiny_args(n_layers=2, windows=(None, 24), max_seq_len=100)
 
@@ -37,10 +37,18 @@ def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> Non
     assert samplings == {True, False}
 
 
-@pytest.mark.parametrize(("max_len", "longest"), [(10**6, LONGEST), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
+@pytest.mark.parametrize(("max_len", "longest"), [(10**6, 4096), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
 def test_no_prompt_is_longer_than_a_sequence_may_be(max_len: int, longest: int) -> None:
     cache = replace(_plan().cache, classes=(replace(_plan().cache.classes[0], ring_pages=-(-max_len // 16)),))
-    assert max(_lengths(replace(_plan(replace(FULL, max_seq_len=10**6)), cache=cache)))[0] == longest
+    assert max(_lengths(replace(_plan(replace(FULL, max_seq_len=10**6), max_num_batched_tokens=4096), cache=cache)))[0] == longest
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 20, 99])
+def test_no_step_is_larger_than_a_micro_batch_may_be(max_tokens: int) -> None:
+    plan = _plan(max_num_batched_tokens=max_tokens)
+    sizes = [batch.num_tokens for run in warm_up_runs(plan, 0) for batch in run]
+    assert max(sizes) == max_tokens
+    assert min(length for lengths in _lengths(plan) for length in lengths) > 0
 
 
 def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
