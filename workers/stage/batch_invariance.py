@@ -30,9 +30,9 @@ from tramontane.workers.model.rotary import MakeRotaryTables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.device_backend import DeviceBackend
 
-LENGTHS = (150, 22)  # of the sequences: the keys of the first are in several blocks of every kernel
-WHOLE = ((150,), (22,))  # sizes of their chunks, step by step
-PIECES = ((1, 1, 2, 24, 1, 100, 1, 20), (7, 1, 1, 13))
+LENGTHS = (70, 22)  # of the sequences: the keys of the first are in several blocks of every kernel
+WHOLE = ((70,), (22,))  # sizes of their chunks, step by step
+PIECES = ((1, 1, 2, 24, 1, 38, 1, 2), (7, 1, 1, 13))
 
 
 def check_batch_invariance(
