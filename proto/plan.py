@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tramontane.proto.byte_size import format_bytes
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
+# Of keys and values in the cache: auto is the dtype of activations, fp8 float8_e4m3fn numbers with a scale for each vector.
+KvCacheDtype = Literal["auto", "fp8"]
+
+SCALE_BYTES = 4  # of a key's or value's scale, in float32
 
 
 # ---- caches
@@ -78,9 +83,29 @@ def ring_pages(window: int | None, page_size: int, max_model_len: int, num_draft
     return min(-(-(window - 1 + num_drafts) // page_size) + 1, all_pages)
 
 
-def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0) -> int:
-    """Return the bytes that one position takes in a layer's cache. All layers are alike, unless attention is sparse."""
-    return args.cached_numbers(layer) * DTYPE_BYTES[dtype]
+def kv_bytes_per_position(args: ModelArgs, dtype: str, layer: int = 0, kv_cache_dtype: KvCacheDtype = "auto") -> int:
+    """Return the bytes that one position takes in a layer's cache. All layers are alike, unless attention is sparse.
+
+    Mistral 7B, keys and values of 8 heads of 128: 4096 in bfloat16, and with fp8 2048 for numbers and 16 * 4 for scales: 2112.
+    """
+    numbers = args.cached_numbers(layer)
+    if kv_cache_dtype == "auto":
+        return numbers * DTYPE_BYTES[dtype]
+    assert args.latent is None, "see check_kv_cache_dtype"
+    return numbers + numbers // args.head_dim * SCALE_BYTES
+
+
+def check_kv_cache_dtype(args: ModelArgs, dtype: str, kv_cache_dtype: KvCacheDtype) -> None:
+    """Raise ConfigError for a cache that a model with activations of this dtype cannot have."""
+    if kv_cache_dtype == "auto":
+        return
+    refused = f"--kv-cache-dtype {kv_cache_dtype} is not for"
+    if args.latent is not None:
+        raise ConfigError(f"{refused} models with latent attention, which cache one small vector per token; leave it out")
+    if dtype == "float16":
+        raise ConfigError(
+            f"{refused} activations in float16, which has too few exponents for a value's scale; give --dtype bfloat16 too"
+        )
 
 
 # ---- speculation
@@ -194,7 +219,7 @@ class StagePlan:
     num_stages: int
     first_layer: int  # global number
     last_layer: int  # global number after its last layer
-    dtype: str  # of activations, cache and norms; of matrices see weight_format
+    dtype: str  # of activations, cache (see kv_cache_dtype) and norms; of matrices see weight_format
     quantize: Quantization | None  # as the user asked
     cache: CachePlan
     max_num_seqs: int
@@ -204,6 +229,7 @@ class StagePlan:
     padding_bytes: int = 0  # that packing on a CPU adds to ``weight_bytes``
     # Whether a token's bits must not depend on the other tokens of a micro-batch. None: not on GPUs, and on CPUs where possible.
     batch_invariant: bool | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -240,7 +266,7 @@ class StagePlan:
         """Bytes of the key/value cache of all layers of the stage."""
         return self.cache.page_size * sum(
             self.cache.classes[self.cache.class_of(self.args.windows[layer])].num_pages
-            * kv_bytes_per_position(self.args, self.dtype, layer)
+            * kv_bytes_per_position(self.args, self.dtype, layer, self.kv_cache_dtype)
             for layer in self.layers
         )
 

@@ -397,6 +397,13 @@ def _quantization(bench: Any, int8: float = 1.5, fp8: float = 4.0, bits: float =
     return {"quality": quality, "fewest_gpus": fewest_gpus, **small}
 
 
+def _fp8_cache(bench: Any, attention: float = 0.05, logits: float = 0.05, agreement: float = 0.9) -> Patches:  # noqa: ANN401
+    figures = bench.Quality(logits, 1.0, agreement, 64)
+    found = {f"{dtype}, {kind}": figures for dtype, kind in bench.CACHES}
+    texts = {"texts_of_demo": _returns([(1, 2, 3)])}
+    return {"attention_error": _returns(attention), "quality": _returns(found), **texts}
+
+
 def _quantized_products(bench: Any, factor: float = 1.009) -> Patches:  # noqa: ANN401
     def product(x_TK: torch.Tensor, numbers_NK: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
         return (x_TK.double() @ (numbers_NK.double() * scales_N.double()[:, None]).T) * factor
@@ -474,6 +481,7 @@ CASES = {
         ["--rounds", "0", "--text", "no such file"],
         has_json=False,
     ),
+    "fp8_cache": Case(_fp8_cache, [{"attention": 0.051}, {"logits": 0.051}, {"agreement": 0.89}]),
     "quantized_products": Case(
         _quantized_products,
         [{"factor": 1.011}, {"factor": float("nan")}],

@@ -29,7 +29,7 @@ from tramontane.proto.errors import ConfigError, PlanError
 # Pods are alike: the keys that they share are options of this command and of cluster-yaml.
 SHARED_KEYS = (
     *("stages", "dtype", "quantize", "batch_invariant", "max_model_len"),
-    *("page_size", "kv_cache_memory", "threads_per_stage", "link"),
+    *("page_size", "kv_cache_memory", "kv_cache_dtype", "threads_per_stage", "link"),
     *("step_timeout", "expert_actors", "expert_replicas"),
 )
 K8S_FIXED_KEYS = {  # which a file of --config must not have

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MAX_GPUS = 2**14
 KEYS = (
     *("stages_per_gpu", "gpu_speed", "dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("page_size", "speculative_config"),
+    *("page_size", "kv_cache_dtype", "speculative_config"),
     *("measured", "expert_actors", "expert_memory", "expert_replicas", "expert_load"),
 )
 ONLY_FOR_EXPERT_ACTORS = ("expert_memory", "expert_replicas", "expert_load")
@@ -198,6 +198,7 @@ def _plan_stages(
             experts_inside=experts_inside,
             measured=settings.measured,
             num_drafts=settings.num_drafts,
+            kv_cache_dtype=settings.kv_cache_dtype,
             max_num_batched_tokens=limits.num_tokens,
             panel_rows=1 if here is None or has_gpus else here.panel_rows,
         )
@@ -269,6 +270,8 @@ def _show(
     matrices = formats.quantize or formats.matrix_dtype
     weights = formats.dtype if matrices == formats.dtype else f"{formats.dtype}, matrices in {matrices}"
     console.print(f"{model}: {_parameters(args)}", soft_wrap=True, markup=False)
+    if plan.stages[0].kv_cache_dtype != "auto":
+        weights += f", keys and values in {plan.stages[0].kv_cache_dtype}"
     console.print(f"in {weights}, contexts of {plan.max_model_len} tokens; {_pages(plan)}", soft_wrap=True, markup=False)
     each = ", ".join(f"{time:.2f}" for time in times)
     console.print(f"time of a micro-batch, relative to the mean of the stages: {each}", soft_wrap=True)

@@ -24,7 +24,7 @@ from tramontane.cluster.config.key import (
 from tramontane.cluster.config.measurements import ExpertLoad, StageTime, parse_load_option, parse_stage_times_option
 from tramontane.cluster.config.speculative_config import parse_speculative_config
 from tramontane.proto.model_args import Quantization
-from tramontane.proto.plan import Link, SpeculativeConfig
+from tramontane.proto.plan import KvCacheDtype, Link, SpeculativeConfig
 from tramontane.proto.step import STEP_TIMEOUT_S
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -88,6 +88,12 @@ class PipelineKeys(KeyGroup):
     page_size: PageSize = key(16, "Positions per cache page, at most 1024.", defines_pipeline=True)
     kv_cache_memory: ByteSize | None = key(
         None, "Bytes of the page pool per stage, such as 512MiB.", unset="planned", metavar="SIZE", defines_pipeline=True
+    )
+    kv_cache_dtype: KvCacheDtype = key(
+        "auto",
+        "fp8: keys and values in 8 bits with a scale for each vector, so about twice as many fit as in bfloat16, and they differ "
+        "(docs/quantization.md). auto: in the dtype of activations.",
+        defines_pipeline=True,
     )
     threads_per_stage: SmallInt | None = key(
         None,

@@ -27,7 +27,8 @@ class CapacityRow:
 def stage_capacity(stage: StagePlan, budget: StageBudget) -> list[CapacityRow]:
     """Return one row per length of LENGTHS, up to the model's context."""
     args, free, page_size = stage.args, budget.usable - stage.packed_bytes, stage.cache.page_size
-    page_bytes = {layer: kv_bytes_per_position(args, stage.dtype, layer) * page_size for layer in stage.layers}
+    kinds = stage.dtype, stage.kv_cache_dtype
+    page_bytes = {layer: kv_bytes_per_position(args, kinds[0], layer, kinds[1]) * page_size for layer in stage.layers}
 
     def count(length: int, windows: Sequence[int | None]) -> int:
         rings = {window: ring_pages(window, page_size, length, stage.cache.num_drafts) for window in set(windows)}
@@ -152,6 +153,7 @@ def plan_as_data(
         "dtype": plan.stages[0].dtype,
         "matrix_dtype": plan.stages[0].weight_format.matrix_dtype,
         "quantize": plan.stages[0].weight_format.quantize,
+        "kv_cache_dtype": plan.stages[0].kv_cache_dtype,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": plan.max_num_batched_tokens,

@@ -115,6 +115,7 @@ def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot], ha
         measured=config.measured,
         batch_invariant=config.batch_invariant,
         num_drafts=config.num_drafts,
+        kv_cache_dtype=config.kv_cache_dtype,
         panel_rows=1 if hardware.gpus else hardware.panel_rows,
     )
 

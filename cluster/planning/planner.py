@@ -16,7 +16,16 @@ from tramontane.cluster.planning.runtime_memory import RuntimeMemory
 from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization, WeightFormat
-from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
+from tramontane.proto.plan import (
+    CachePlan,
+    KvCacheDtype,
+    PipelinePlan,
+    StagePlan,
+    WindowClass,
+    check_kv_cache_dtype,
+    kv_bytes_per_position,
+    ring_pages,
+)
 from tramontane.workers.weights.tensor_spec import TensorSpec
 from tramontane.workers.weights.tensor_specs import common_tensors, embedding_tensor, head_tensors, layer_tensors
 
@@ -73,6 +82,7 @@ class PlanRequest:
     num_drafts: int = 0  # of a sequence in flight, by which page rings are longer
     max_num_batched_tokens: int = BATCHED_TOKENS_ON_CPUS
     panel_rows: int = 1  # of packed matrices, whose last panel is filled up on CPUs; 1: they are not packed
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def num_stages(self) -> int:
@@ -103,8 +113,9 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     """Plan a pipeline.
 
     Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit), or ConfigError if
-    ``max_model_len`` exceeds the model's context.
+    ``max_model_len`` exceeds the model's context, or the model cannot have such a cache.
     """
+    check_kv_cache_dtype(args, request.dtype, request.kv_cache_dtype)
     args.check_num_stages(request.num_stages, f"--stages is {request.num_stages}")
     if request.max_model_len > args.max_seq_len:
         raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
@@ -128,6 +139,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
             padding_bytes=footprint.padding_bytes(span),
             experts_inside=request.experts_inside,
             batch_invariant=request.batch_invariant,
+            kv_cache_dtype=request.kv_cache_dtype,
         )
         for stage_id, span in enumerate(spans)
     )
@@ -175,7 +187,8 @@ class _StageFootprint:
         head = tuple(head_tensors(args))
         self._weights = [0, *accumulate(num_bytes for num_bytes, _ in layers)]
         self._padding = [0, *accumulate(num_padding for _, num_padding in layers)]
-        page_bytes = (kv_bytes_per_position(args, request.dtype, n) * request.page_size for n in range(args.n_layers))
+        kinds = request.dtype, request.kv_cache_dtype
+        page_bytes = (kv_bytes_per_position(args, kinds[0], n, kinds[1]) * request.page_size for n in range(args.n_layers))
         pages = (self.rings[window] for window in args.windows)
         self._one_sequence: list[int] = [0, *accumulate(n * size for n, size in zip(pages, page_bytes, strict=True))]
         self._embedding, self._common = self._num_bytes(embedding_tensor(args)), self._num_bytes(*common_tensors(args))

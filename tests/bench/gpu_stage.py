@@ -127,7 +127,7 @@ class Runner:
         args = self.plan.args
         lengths = [sequence.num_dispatched for sequence in self.sequences]
         visible = sum(min(length, window or length) for length in lengths for window in args.windows)
-        return float(visible * kv_bytes_per_position(args, self.plan.dtype))
+        return float(visible * kv_bytes_per_position(args, self.plan.dtype, 0, self.plan.kv_cache_dtype))
 
     def _chunk(self, sequence: Sequence, start: int, num_tokens: int) -> Chunk:
         ids, ends = sequence.prompt_ids[start : start + num_tokens], start + num_tokens == len(sequence.prompt_ids)

@@ -69,6 +69,9 @@ class FailingChain(LocalStageChain):
             for layer in stage.cache.layers.values():
                 layer.k_NGd.fill_(math.nan)
                 layer.v_NGd.fill_(math.nan)
+                if layer.scales is not None:
+                    layer.scales.k_NG.fill_(math.nan)
+                    layer.scales.v_NG.fill_(math.nan)
             for keys_Ni in stage.cache.index_keys.values():
                 keys_Ni.fill_(math.nan)
         return epoch

@@ -26,7 +26,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.attention.triton_latent import latent_decode_kernels, latent_prefill_kernels
 from tramontane.workers.kernels.fused_ops import EAGER, _with_triton_norms
@@ -82,8 +82,8 @@ def fastest_backend(plan: StagePlan, device: torch.device) -> DeviceBackend:
         kernels = AttentionKernels(prefill, next(iter(decodes.values())), write=write_rows, cache_rows=cache_rows)
     else:
         decode = next(iter(split_k_kernels(4, plan.args.n_kv_heads).values()))
-        kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, cache_rows=cache_rows)
-        kernels = replace(kernels, rotate_and_write=rotate_and_write)
+        kernels = AttentionKernels(SdpaPrefill(), decode, write=write_rows, read_back=read_back, cache_rows=cache_rows)
+        kernels = replace(kernels, read=read_rows, rotate_and_write=rotate_and_write)
     return DeviceBackend(kernels, _with_triton_norms(EAGER), choose_tokens=choose_tokens)
 
 
@@ -137,6 +137,11 @@ PLAN = tiny_plan(ARGS, dtype="bfloat16", max_num_seqs=len(LENGTHS)).stages[0]
 LATENT_PLAN = tiny_plan(replace(LATENT_ARGS, max_seq_len=48), dtype="bfloat16", max_num_seqs=len(LENGTHS)).stages[0]
 CHECKS: dict[str, Check] = {
     "the fastest": partial(check_variants, PLAN, False),
+    "the fastest, keys and values in fp8": partial(
+        check_variants,
+        tiny_plan(ARGS, dtype="bfloat16", max_num_seqs=len(LENGTHS), kv_cache_dtype="fp8").stages[0],
+        False,
+    ),
     "batch-invariant, int8": partial(
         check_variants,
         tiny_plan(ARGS, dtype="bfloat16", quantize="int8", max_num_seqs=len(LENGTHS), batch_invariant=True).stages[0],

@@ -80,6 +80,7 @@ def _assert_refused(plan: StagePlan, device: str, reason: str) -> None:
 CHECKS: dict[str, Check] = {
     "experts in bfloat16": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16").stages[0]),
     "experts in int8": partial(check_stage, tiny_plan(ARGS, dtype="float32", quantize="int8").stages[0]),
+    "keys and values in fp8": partial(check_stage, tiny_plan(ARGS, dtype="bfloat16", kv_cache_dtype="fp8").stages[0]),
     "latent attention": check_latent_stage,
     "refusal": check_refusal,
 }

@@ -1,6 +1,7 @@
 """Prompts through real stages in chunks that a test chooses, with the logits of every position."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.plan import KvCacheDtype, PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.scheduling.page_allocator import PageAllocator
@@ -21,10 +22,12 @@ from tramontane.workers.stage.stage_worker import StageWorker
 SAMPLING = SamplingParams(temperature=0.0)
 
 
-def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantization | None = None) -> Tensor:
+def teacher_forced(
+    folder: Path, ids: Seq[int], dtype: str, quantize: Quantization | None = None, kv_cache_dtype: KvCacheDtype = "auto"
+) -> Tensor:
     """Return the logits [T, V] after every token of a text, from a checkpoint in one stage and one step."""
-    args = read_model_args(folder)
-    plan = make_plan(args, PlanRequest((StageBudget(2**30),), dtype, args.max_seq_len, 1, 16, quantize=quantize))
+    args, formats = read_model_args(folder), {"quantize": quantize, "kv_cache_dtype": kv_cache_dtype}
+    plan = make_plan(args, replace(PlanRequest((StageBudget(2**30),), dtype, args.max_seq_len, 1, 16), **formats))
     return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([list(ids)], [[len(ids)]])[0]
 
 

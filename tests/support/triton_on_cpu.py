@@ -4,9 +4,9 @@ Its products are NumPy's: the order of a sum, and so its bits, depend on the pro
 its products in the order of the inputs, each rounded by itself, which gives the same bits on every processor and for every number
 of rows. As tensor cores do, those of 16 bits are added 16 at a time to the sum that they continue. Its products of bfloat16 and
 fp8 are wrong too: it keeps them as the bits of integers and multiplies these; and it takes integers that become bfloat16 for such
-bits. They are repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5
-refuses that. With every call of a function within a kernel it replaces the functions of the language again, for a third of its
-time; here it does so once.
+bits. Its roundings to bfloat16 and fp8 forget a carry (127.8 becomes 64 in fp8), and NaN becomes a number. They are repaired
+here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call
+of a function within a kernel it replaces the functions of the language again, for a third of its time; here it does so once.
 """
 
 import os
@@ -22,7 +22,10 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 INPUTS_OF_INSTRUCTION = 16  # of a product of tensor cores in 16 bits
-_patch_tensor = interpreter._patch_lang_tensor
+_patch_tensor, _convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+
+SMALL = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}  # and their bits
 
 
 def _numbers(handle: Any) -> np.ndarray:  # noqa: ANN401 - of Triton's interpreter
@@ -52,6 +55,17 @@ def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
     for k in range(0, left_MK.shape[-1], step):
         out_MN = out_MN + multiply(left_MK[..., k : k + step], right_KN[..., k : k + step, :])
     return TensorHandle(out_MN, d.dtype.scalar)
+
+
+def _convert_float(given: np.ndarray, from_dtype: Any, to_dtype: Any, rounding: Any) -> np.ndarray:  # noqa: ANN401
+    """Convert between float32 and smaller numbers by PyTorch, which rounds to the nearest, ties to even, as GPUs do."""
+    if from_dtype == tl.float32 and to_dtype in SMALL:
+        number, bits = SMALL[to_dtype]
+        return torch.from_numpy(given.copy()).to(number).view(bits).numpy()
+    if from_dtype in SMALL and to_dtype == tl.float32:
+        number, bits = SMALL[from_dtype]
+        return torch.from_numpy(given.copy()).view(bits).view(number).float().numpy()
+    return _convert(given, from_dtype, to_dtype, rounding)
 
 
 def _create_si_to_fp(builder: Any, integers: Any, dst_type: Any) -> Any:  # noqa: ANN401
@@ -93,4 +107,5 @@ class _PatchOnce:
 InterpreterBuilder.create_dot = _create_dot
 InterpreterBuilder.create_si_to_fp = _create_si_to_fp
 interpreter._patch_lang_tensor = _patch_lang_tensor
+interpreter._convert_float = _convert_float
 _PatchOnce().install()

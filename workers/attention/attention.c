@@ -4,6 +4,7 @@
 //   HEAD_DIM  d, elements of a head, an even number
 //   GROUP     query heads that share a key/value head
 //   PAGE      rows of a page
+//   FP8_CACHE if pages hold numbers in FP8 (e4m3), times a scale for each row and head
 //
 // Blocks begin at multiples of COLUMNS positions of the sequence, and what a query does not see changes nothing. So the result of a
 // query depends on the keys that it sees alone, bit for bit: not on other queries, on threads, on where the keys are stored, nor on
@@ -20,11 +21,18 @@
 #define MOST_ROWS (MOST_TOKENS * GROUP)
 _Static_assert(HEAD_DIM % STEP == 0, "no unit of a head is incomplete");
 
+#ifdef FP8_CACHE
+typedef uint8_t cached;
+#else
+typedef element cached;
+#endif
+
 // Where the keys and values of a sequence are. Those of the position p < split are in row p % PAGE of page
-// pages[p / PAGE - first / PAGE], rows being paged_stride elements apart; the others in row p - split of `keys` and `values`, whose
-// rows are key_stride and value_stride elements apart.
+// pages[p / PAGE - first / PAGE], rows being paged_stride elements apart, and scales of rows paged_stride / HEAD_DIM; the others in
+// row p - split of `keys` and `values`, whose rows are key_stride and value_stride elements apart.
 struct source {
-    const element *paged_keys, *paged_values;
+    const cached *paged_keys, *paged_values;
+    const float *key_scales, *value_scales;
     int64_t paged_stride, first, split;
     const int32_t *pages;
     const element *keys, *values;
@@ -48,7 +56,27 @@ struct block {
 // Where the keys and values of a block are.
 struct pointers {
     const element *keys[COLUMNS], *values[COLUMNS];
+#ifdef FP8_CACHE
+    element wide_keys[COLUMNS][HEAD_DIM], wide_values[COLUMNS][HEAD_DIM]; // of rows of pages
+#endif
 };
+
+#ifdef FP8_CACHE
+// A number of 4 bits of exponent and 3 of mantissa. In the place of a float's bits it is 2^-120 of itself: a float's exponent is
+// counted from 127, its own from 7.
+static inline float widen_fp8(uint8_t x) {
+    const uint32_t bits = (uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7f) << 20;
+    float y;
+    memcpy(&y, &bits, 4);
+    return (x & 0x7f) == 0x7f ? NAN : y * 0x1p120f;
+}
+
+// Writes a row of a page to `wide` with the bits that PyTorch gives it, and returns it.
+static const element *widen_row(element *wide, const uint8_t *row, float scale) {
+    for (int e = 0; e < HEAD_DIM; e++) wide[e] = narrow(widen_fp8(row[e]) * scale);
+    return wide;
+}
+#endif
 
 // Finds the rows of the positions `begin` to begin + COLUMNS - 1; of those outside of [first, end), zeros.
 static void locate(struct pointers *to, const struct source *from, int64_t begin, int64_t first, int64_t end) {
@@ -62,8 +90,15 @@ static void locate(struct pointers *to, const struct source *from, int64_t begin
             to->values[column] = from->values + (position - from->split) * from->value_stride;
         } else {
             const int64_t page = from->pages[position / PAGE - from->first / PAGE], row = page * PAGE + position % PAGE;
-            to->keys[column] = from->paged_keys + row * from->paged_stride;
-            to->values[column] = from->paged_values + row * from->paged_stride;
+            const cached *key = from->paged_keys + row * from->paged_stride, *value = from->paged_values + row * from->paged_stride;
+#ifdef FP8_CACHE
+            const int64_t scale = row * (from->paged_stride / HEAD_DIM);
+            to->keys[column] = widen_row(to->wide_keys[column], key, from->key_scales[scale]);
+            to->values[column] = widen_row(to->wide_values[column], value, from->value_scales[scale]);
+#else
+            to->keys[column] = key;
+            to->values[column] = value;
+#endif
         }
     }
 }
@@ -217,17 +252,20 @@ static __attribute__((noinline, noclone)) int attend(const struct source *from, 
     return 1;
 }
 
-// Single tokens. q [tokens][kv_heads * GROUP][HEAD_DIM], tokens query_stride elements apart; k, v [rows][kv_heads][HEAD_DIM]; out
-// as q, without gaps. pages [tokens][width]: those of a token's sequence, from the page of the oldest key that it sees.
-void attend_tokens(const element *q, int64_t query_stride, const element *k, const element *v, const int32_t *pages,
-                   const int64_t *positions, element *out, int64_t tokens, int64_t kv_heads, int64_t width, int64_t window,
-                   int threads) {
+// Single tokens. q [tokens][kv_heads * GROUP][HEAD_DIM], tokens query_stride elements apart; k, v [rows][kv_heads][HEAD_DIM] and, of
+// numbers in FP8, their scales [rows][kv_heads]; out as q, without gaps. pages [tokens][width]: those of a token's sequence, from the
+// page of the oldest key that it sees.
+void attend_tokens(const element *q, int64_t query_stride, const cached *k, const cached *v, const float *k_scales,
+                   const float *v_scales, const int32_t *pages, const int64_t *positions, element *out, int64_t tokens,
+                   int64_t kv_heads, int64_t width, int64_t window, int threads) {
     const int64_t stride = kv_heads * HEAD_DIM;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t i = 0; i < tokens * kv_heads; i++) {
         const int64_t token = i / kv_heads, head = i % kv_heads, oldest = positions[token] - window + 1;
-        const struct source from = {.paged_keys = k + head * HEAD_DIM, .paged_values = v + head * HEAD_DIM, .paged_stride = stride,
-                                    .first = oldest < 0 ? 0 : oldest, .split = positions[token] + 1, .pages = pages + token * width};
+        const struct source from = {.paged_keys = k + head * HEAD_DIM, .paged_values = v + head * HEAD_DIM,
+                                    .key_scales = k_scales ? k_scales + head : 0, .value_scales = v_scales ? v_scales + head : 0,
+                                    .paged_stride = stride, .first = oldest < 0 ? 0 : oldest, .split = positions[token] + 1,
+                                    .pages = pages + token * width};
         attend(&from, q + token * query_stride + head * GROUP * HEAD_DIM, 0, out + i * GROUP * HEAD_DIM, 0, positions[token], 1,
                window);
     }
@@ -235,10 +273,12 @@ void attend_tokens(const element *q, int64_t query_stride, const element *k, con
 
 // Chunks of several tokens, one after the other in q, and keys of theirs in k and v. chunks [num_chunks][5]: tokens, keys in k,
 // position of the first token, of the first key in k, and of the first key that the chunk sees. The keys between the last two are
-// in pages of paged_k and paged_v [rows][kv_heads][HEAD_DIM], pages [num_chunks][width] from that of the first key on.
+// in pages of paged_k and paged_v [rows][kv_heads][HEAD_DIM], with scales as above, pages [num_chunks][width] from that of the first
+// key on.
 void attend_chunks(const element *q, int64_t query_stride, const element *k, int64_t key_stride, const element *v,
-                   int64_t value_stride, const element *paged_k, const element *paged_v, const int32_t *pages, int64_t width,
-                   const int64_t (*chunks)[5], int64_t num_chunks, element *out, int64_t kv_heads, int64_t window, int threads) {
+                   int64_t value_stride, const cached *paged_k, const cached *paged_v, const float *k_scales,
+                   const float *v_scales, const int32_t *pages, int64_t width, const int64_t (*chunks)[5], int64_t num_chunks,
+                   element *out, int64_t kv_heads, int64_t window, int threads) {
     const int64_t out_stride = kv_heads * GROUP * HEAD_DIM, paged_stride = kv_heads * HEAD_DIM;
 #pragma omp parallel num_threads(threads)
     for (int64_t chunk = 0, token = 0, key = 0; chunk < num_chunks; token += chunks[chunk][0], key += chunks[chunk][1], chunk++) {
@@ -248,6 +288,8 @@ void attend_chunks(const element *q, int64_t query_stride, const element *k, int
             const int64_t head = i % kv_heads, first = i / kv_heads * tokens / parts, end = (i / kv_heads + 1) * tokens / parts;
             const struct source from = {paged_k + head * HEAD_DIM,
                                         paged_v + head * HEAD_DIM,
+                                        k_scales ? k_scales + head : 0,
+                                        v_scales ? v_scales + head : 0,
                                         paged_stride,
                                         chunks[chunk][4],
                                         chunks[chunk][3],

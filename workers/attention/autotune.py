@@ -37,7 +37,7 @@ def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
         for out, expected in zip(outs, case.expected, strict=True):
             assert_close_norm(out, expected, MAX_DIFFERENCE)
-    check_writes(plan, device, kernels.write, kernels.cache_rows)
+    check_writes(plan, device, kernels)
     if kernels.rotate_and_write is not None:
         check_rotation(plan, device, kernels.rotate_and_write)
     return kernels
@@ -99,15 +99,18 @@ def _with_triton_writes(kernels: AttentionKernels, plan: StagePlan, device: torc
     try:
         from tramontane.workers.attention.triton_cache import (  # Triton is not on every platform
             cache_rows,
+            read_back,
+            read_rows,
             rotate_and_write,
             write_rows,
         )
     except ImportError:
         return kernels
-    if reason := try_or_reason(lambda: check_writes(plan, device, write_rows, cache_rows)):
+    ours = replace(kernels, write=write_rows, read=read_rows, read_back=read_back, cache_rows=cache_rows)
+    if reason := try_or_reason(lambda: check_writes(plan, device, ours)):
         logger.warning("keys and values are written by PyTorch, with several kernels each: %s", reason)
         return kernels
-    kernels = replace(kernels, write=write_rows, cache_rows=cache_rows)
+    kernels = ours
     if plan.args.latent:  # whose keys are not heads of a product
         return kernels
     if reason := try_or_reason(lambda: check_rotation(plan, device, rotate_and_write)):
@@ -199,7 +202,8 @@ def _shapes(plan: StagePlan) -> str:
     heads = f"{args.n_heads} and {args.n_kv_heads} heads of {args.head_dim} in {plan.dtype}"
     if args.latent:
         heads += f" with values of {args.latent.kv_lora_rank}"
-    return f"{heads}, pages of {plan.cache.page_size}, windows {windows}"
+    cached = "" if plan.kv_cache_dtype == "auto" else f", keys and values in {plan.kv_cache_dtype}"
+    return f"{heads}, pages of {plan.cache.page_size}, windows {windows}{cached}"
 
 
 def _on_all(cases: list[KernelCase], prepare: Callable[[KernelCase, K], Compute]) -> Callable[[K], Compute]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tramontane.workers.attention.quantized_rows import FP8, RowScales
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, RollingCache
 
 
@@ -45,6 +46,13 @@ class PagedPrefillKernel(Protocol):
         """Compute the output [T, H, d] of one layer from the chunks' own keys, and from those before them in the cache."""
 
 
+class Fp8PrefillKernel(Protocol):
+    """A ``PrefillKernel`` that also takes keys and values in FP8."""
+
+    def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+        """Compute the output [T, H, d] of one layer; ``keys``: those of a packed row, and their values."""
+
+
 class DecodeKernel(Protocol):
     """Attention of single tokens to the keys of their sequences in the cache."""
 
@@ -74,6 +82,8 @@ class SparseKernels(Protocol):
 
 
 Write = Callable[[LayerCache, Tensor, Tensor, Tensor, Tensor | None], None]  # see ``LayerCache.write``
+Read = Callable[[LayerCache, Tensor], tuple[Tensor, Tensor]]  # of rows [C], see ``LayerCache.read``
+ReadBack = Callable[[LayerCache, Tensor, Tensor], tuple[Tensor, Tensor]]  # see ``LayerCache.read_back``
 CacheRows = Callable[[PageRings, Tensor, Tensor], Tensor]  # see ``PageRings.rows``
 # Rotates queries and keys of single tokens, writes keys and values to cache rows [B], and returns the queries [B, Q, d]. It is
 # given all of them, [B, Q + 2 G, d], and cosines and sines [B, d].
@@ -89,7 +99,10 @@ class AttentionKernels:
     is_batch_invariant: bool = False  # whether a token has the same bits by either, in any company
     sparse: SparseKernels | None = None  # of models with sparse attention; None: PyTorch's
     paged_prefill: PagedPrefillKernel | None = None  # ``prefill``, if it reads pages in place
+    fp8_prefill: Fp8PrefillKernel | None = None  # ``prefill``, if it takes an FP8 cache's keys as they are
     write: Write = LayerCache.write
+    read: Read = LayerCache.read
+    read_back: ReadBack = LayerCache.read_back
     cache_rows: CacheRows = PageRings.rows  # of single tokens in a CUDA graph
     rotate_and_write: RotateAndWrite | None = None  # None: layers rotate, and ``write`` writes
 
@@ -151,11 +164,17 @@ class CachedAttention:
         return self.kernels.decode.attend(q_BQd, self.cache.layers[layer], self.decode_masks[self.cache.class_of[layer]])
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Attend to cached keys and the chunks' own before these are written: a chunk may be longer than what is kept."""
-        cached, mask = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]]
-        if index.pages_CN is not None and self.kernels.paged_prefill is not None:
-            return self.kernels.paged_prefill.attend_pages(q_THd, k_TGd, v_TGd, cached, mask)
-        return self.kernels.prefill.attend(q_THd, *_all_keys(index, cached, k_TGd, v_TGd), mask)
+        """Attend to cached keys and the chunks' own before these are written: a chunk may be longer than what is kept.
+
+        A chunk's own keys are attended to as they will be read, so that nothing depends on where a prompt was divided.
+        """
+        cached, mask, kernels = self.cache.layers[layer], self.prefill_masks[self.cache.class_of[layer]], self.kernels
+        if cached.scales is not None and kernels.fp8_prefill is not None:
+            return kernels.fp8_prefill.attend_fp8(q_THd, _all_in_fp8(index, cached, cached.quantized(k_TGd, v_TGd)), mask)
+        own = kernels.read_back(cached, k_TGd, v_TGd)
+        if index.pages_CN is not None and kernels.paged_prefill is not None:
+            return kernels.paged_prefill.attend_pages(q_THd, *own, cached, mask)
+        return kernels.prefill.attend(q_THd, *_all_keys(index, cached, *own, kernels.read), mask)
 
 
 def _writes(prefill: PrefillMetadata | None, decode: DecodeMetadata | None, num_prefill: int) -> tuple[Tensor, Tensor | None]:
@@ -173,10 +192,31 @@ def _writes(prefill: PrefillMetadata | None, decode: DecodeMetadata | None, num_
     return torch.cat([prefill.write_rows, decode.write_rows]), torch.cat([prefill.written, ones_B])
 
 
-def _all_keys(index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+def _all_keys(
+    index: PrefillMetadata, cached: LayerCache, k_TGd: Tensor, v_TGd: Tensor, read: Read = LayerCache.read
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values [S, G, d] of all chunks: for each those that it sees of the cache, then its own."""
     if not len(index.cached_rows):
         return k_TGd, v_TGd
-    k_CGd, v_CGd = cached.read(index.cached_rows)
+    k_CGd, v_CGd = read(cached, index.cached_rows)
     k_SGd = torch.cat((k_CGd, k_TGd))[index.key_order]
     return k_SGd, k_SGd if cached.values_are_keys else torch.cat((v_CGd, v_TGd))[index.key_order]
+
+
+def _all_in_fp8(index: PrefillMetadata, cached: LayerCache, own: LayerCache) -> LayerCache:
+    """Return what ``_all_keys`` does, in FP8."""
+    if not len(index.cached_rows):
+        return own
+    earlier, order = cached.take(index.cached_rows), index.key_order
+    assert earlier.scales is not None
+    assert own.scales is not None
+
+    def together(earlier: Tensor, own: Tensor) -> Tensor:
+        return torch.cat((earlier, own))[order]
+
+    k_SGd, v_SGd = (
+        together(*(each.view(torch.uint8) for each in pair)).view(FP8)  # PyTorch gathers bytes, not FP8
+        for pair in ((earlier.k_NGd, own.k_NGd), (earlier.v_NGd, own.v_NGd))
+    )
+    k_SG, v_SG = together(earlier.scales.k_NG, own.scales.k_NG), together(earlier.scales.v_NG, own.scales.v_NG)
+    return LayerCache(k_SGd, v_SGd, RowScales(k_SG, v_SG, own.scales.dtype))

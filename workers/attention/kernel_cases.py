@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention.backend import CacheRows, DecodeKernel, PrefillKernel, RotateAndWrite, Write
+from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel, RotateAndWrite
 from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, padded_width
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute
 from tramontane.workers.device.self_test import assert_close_norm
 
+MAX_FP8_DIFFERENCE = 0.03  # of rotated keys in FP8
 TABLE_KEYS = 2048  # of a token's page ring without a window
 # Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
 # table of 96, and 65 of the 32nd token.
@@ -71,9 +72,8 @@ class KernelCase:
     @property
     def expected(self) -> tuple[Tensor, Tensor]:
         """Outputs of prefill and decode by PyTorch in float32."""
-        q_THd, k_SGd, v_SGd, q_BHd, k_NGd, v_NGd = (
-            x.float() for x in (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, self.cached.k_NGd, self.cached.v_NGd)
-        )
+        inputs = (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, *self.cached.dequantized())
+        q_THd, k_SGd, v_SGd, q_BHd, k_NGd, v_NGd = (x.float() for x in inputs)
         prefill, decode = SdpaPrefill(), PagedDecode()
         out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
         out_BHd = decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
@@ -95,21 +95,28 @@ def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list
 
 
 @torch.inference_mode()
-def check_writes(plan: StagePlan, device: torch.device, write: Write, cache_rows: CacheRows) -> None:
-    """Compare writes to a cache, of all tokens and of some, and the rows of positions, with PyTorch's. Raises ArithmeticError."""
+def check_writes(plan: StagePlan, device: torch.device, kernels: AttentionKernels) -> None:
+    """Compare writes to a cache, of all tokens and of some, the rows of positions, and what is read of rows, with PyTorch's.
+
+    Raises ArithmeticError.
+    """
     ring = _filled_ring(None, plan.cache.page_size, 2, device)
     slots_B, positions_B = torch.tensor([1, 0, 1], device=device), torch.tensor([0, 17, TABLE_KEYS - 1], device=device)
     rows_B = ring.rows(slots_B, positions_B)
-    shape = (len(rows_B), plan.args.n_kv_heads, plan.args.head_dim)
+    shape, is_fp8 = (len(rows_B), plan.args.n_kv_heads, plan.args.head_dim), plan.kv_cache_dtype == "fp8"
     wide_TGd = torch.randn(shape[0], 2 * shape[1], shape[2], device=device).to(getattr(torch, plan.dtype))
     k_TGd, v_TGd = wide_TGd.chunk(2, dim=1)
     is_latent = plan.args.latent is not None
     for tokens in (None, torch.tensor([2, 0, 1], device=device)):
-        caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device, is_latent) for _ in range(2)]
+        caches = [LayerCache.zeros((2 * TABLE_KEYS, *shape[1:]), k_TGd.dtype, device, is_latent, is_fp8=is_fp8) for _ in range(2)]
         caches[0].write(rows_B, k_TGd, v_TGd, tokens)
-        write(caches[1], cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
-        if not (torch.equal(caches[0].k_NGd, caches[1].k_NGd) and torch.equal(caches[0].v_NGd, caches[1].v_NGd)):
+        kernels.write(caches[1], kernels.cache_rows(ring, slots_B, positions_B), k_TGd, v_TGd, tokens)
+        if not all(map(torch.equal, caches[0].dequantized(), caches[1].dequantized())):
             raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
+    reads = kernels.read(caches[0], rows_B), kernels.read_back(caches[0], k_TGd, v_TGd)
+    for ours, theirs in zip(reads, (caches[0].read(rows_B), caches[0].read_back(k_TGd, v_TGd)), strict=True):
+        if not all(map(torch.equal, ours, theirs)):
+            raise ArithmeticError("what is read of keys and values differs from what PyTorch reads")
 
 
 @torch.inference_mode()
@@ -119,16 +126,18 @@ def check_rotation(plan: StagePlan, device: torch.device, rotate_and_write: Rota
     dtype, rows_B = getattr(torch, plan.dtype), torch.tensor([5, 0, 2], device=device)
     qkv_BHd = torch.randn(3, num_queries + 2 * num_keys, head_dim, device=device).to(dtype)
     cos_Bd, sin_Bd = (torch.randn(3, head_dim, device=device).to(dtype) for _ in range(2))
-    cached = LayerCache.zeros((8, num_keys, head_dim), dtype, device)
+    is_fp8 = plan.kv_cache_dtype == "fp8"
+    cached, expected = (LayerCache.zeros((8, num_keys, head_dim), dtype, device, is_fp8=is_fp8) for _ in range(2))
     q_BQd = rotate_and_write(cached, rows_B, qkv_BHd, cos_Bd, sin_Bd)
     x_BHd, swapped_BHd = qkv_BHd.float(), torch.cat([-qkv_BHd.float().chunk(2, -1)[1], qkv_BHd.float().chunk(2, -1)[0]], dim=-1)
     rotated_BHd = x_BHd * cos_Bd.float()[:, None] + swapped_BHd * sin_Bd.float()[:, None]
     assert_close_norm(q_BQd, rotated_BHd[:, :num_queries], MAX_DIFFERENCE)
-    expected = LayerCache.zeros((8, num_keys, head_dim), dtype, device)
     expected.write(rows_B, rotated_BHd[:, num_queries : num_queries + num_keys].to(dtype), qkv_BHd[:, num_queries + num_keys :])
-    assert_close_norm(cached.k_NGd, expected.k_NGd, MAX_DIFFERENCE)
+    (k_NGd, v_NGd), (expected_k_NGd, expected_v_NGd) = cached.dequantized(), expected.dequantized()
+    # A key that is rounded otherwise may have another number in FP8, which is a sixteenth away from it.
+    assert_close_norm(k_NGd, expected_k_NGd, MAX_FP8_DIFFERENCE if is_fp8 else MAX_DIFFERENCE)
     untouched = torch.tensor([1, 3, 4, 6, 7], device=device)
-    if cached.k_NGd[untouched].any() or not torch.equal(cached.v_NGd, expected.v_NGd):
+    if k_NGd[untouched].any() or not torch.equal(v_NGd, expected_v_NGd):
         raise ArithmeticError("what is written to a cache differs from what PyTorch writes")
 
 
@@ -157,7 +166,8 @@ def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | 
     k_SGd = random(size.chunks * num_keys, args.n_kv_heads, args.head_dim)
     v_SGd = k_SGd if args.latent else random(*k_SGd.shape)
     q_BHd, k_NGd = random(num_tokens, args.n_heads, args.head_dim), random(*rows)
-    cached = LayerCache(k_NGd, k_NGd if args.latent else random(*rows))
+    v_NGd = k_NGd if args.latent else random(*rows)
+    cached = LayerCache(k_NGd, v_NGd) if plan.kv_cache_dtype == "auto" else LayerCache.quantized(k_NGd, v_NGd)
     decode_index = build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts)
     value_dim = args.latent.kv_lora_rank if args.latent else args.head_dim
     return KernelCase(q_THd, k_SGd, v_SGd, prefill_index, q_BHd, cached, decode_index, value_dim)

@@ -35,7 +35,7 @@ class NativeMask:
 def native_kernels(plan: StagePlan) -> AttentionKernels:
     """Compile the kernels of a stage. Raises CompilerError."""
     args = plan.args
-    geometry = (args.head_dim, args.n_heads // args.n_kv_heads, plan.cache.page_size, plan.dtype)
+    geometry = (args.head_dim, args.n_heads // args.n_kv_heads, plan.cache.page_size, plan.dtype, plan.kv_cache_dtype == "fp8")
     sparse = NativeSparse(args, plan.dtype) if args.sparse else None
     prefill, decode = NativePrefill(*geometry), NativeDecode(*geometry)
     return AttentionKernels(prefill, decode, is_batch_invariant=True, sparse=sparse, paged_prefill=prefill)
@@ -44,10 +44,10 @@ def native_kernels(plan: StagePlan) -> AttentionKernels:
 class NativePrefill:
     """Prefill kernel for heads of ``head_dim`` elements, of which ``group`` share their keys. Raises CompilerError."""
 
-    def __init__(self, head_dim: int, group: int, page_size: int, dtype: str) -> None:
-        library = compile_library(SOURCE, dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size)
+    def __init__(self, head_dim: int, group: int, page_size: int, dtype: str, is_fp8: bool = False) -> None:
+        library = _compile(head_dim, group, page_size, dtype, is_fp8)
         strided = (POINTER, SIZE)
-        arguments = (*strided * 3, POINTER, POINTER, *strided * 2, POINTER, SIZE, SIZE, ctypes.c_int)
+        arguments = (*strided * 3, *[POINTER] * 4, *strided * 2, POINTER, SIZE, SIZE, ctypes.c_int)
         self._attend = ctypes.CFUNCTYPE(None, *arguments)(("attend_chunks", library))
 
     def build_mask(self, index: PrefillMetadata) -> NativeMask:
@@ -70,7 +70,7 @@ class NativePrefill:
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         inputs = [_heads_together(heads) for heads in (q_THd, k_TGd, v_TGd)]
         strided = [part for heads in inputs for part in (heads.data_ptr(), heads.stride(0))]
-        paged = (cached.k_NGd.data_ptr(), cached.v_NGd.data_ptr(), mask.pages.data_ptr(), mask.pages.shape[1])
+        paged = (*_pointers(cached), mask.pages.data_ptr(), mask.pages.shape[1])
         chunks = (mask.positions.data_ptr(), len(mask.positions))
         self._attend(*strided, *paged, *chunks, out_THd.data_ptr(), k_TGd.shape[1], mask.window, torch.get_num_threads())
         return out_THd
@@ -79,9 +79,9 @@ class NativePrefill:
 class NativeDecode:
     """Decode kernel for heads of ``head_dim`` elements, of which ``group`` share their keys. Raises CompilerError."""
 
-    def __init__(self, head_dim: int, group: int, page_size: int, dtype: str) -> None:
-        library = compile_library(SOURCE, dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size)
-        arguments = (POINTER, SIZE, *[POINTER] * 5, *[SIZE] * 4, ctypes.c_int)
+    def __init__(self, head_dim: int, group: int, page_size: int, dtype: str, is_fp8: bool = False) -> None:
+        library = _compile(head_dim, group, page_size, dtype, is_fp8)
+        arguments = (POINTER, SIZE, *[POINTER] * 7, *[SIZE] * 4, ctypes.c_int)
         self._attend = ctypes.CFUNCTYPE(None, *arguments)(("attend_tokens", library))
 
     def build_mask(self, index: DecodeMetadata) -> NativeMask:
@@ -97,7 +97,7 @@ class NativeDecode:
         """Attend to pages [B, N] (int32), of which the token at a position sees those of its window."""
         out_BHd = torch.empty_like(q_BHd, memory_format=torch.contiguous_format)
         q_BHd = _heads_together(q_BHd)
-        inputs = (q_BHd.data_ptr(), q_BHd.stride(0), cached.k_NGd.data_ptr(), cached.v_NGd.data_ptr())
+        inputs = (q_BHd.data_ptr(), q_BHd.stride(0), *_pointers(cached))
         tables = (pages_BN.data_ptr(), positions_B.data_ptr())
         sizes = (len(q_BHd), cached.k_NGd.shape[1], pages_BN.shape[1], window)
         self._attend(*inputs, *tables, out_BHd.data_ptr(), *sizes, torch.get_num_threads())
@@ -125,6 +125,17 @@ class NativeSparse:
     def attend(self, q_THd: Tensor, cached: LayerCache, chosen: ChosenKeys) -> Tensor:
         """See ``SparseKernels``."""
         return self._rows.attend_pages(q_THd, cached, (chosen.counts_T - 1).contiguous(), chosen.rows_TK.contiguous(), NO_WINDOW)
+
+
+def _compile(head_dim: int, group: int, page_size: int, dtype: str, is_fp8: bool) -> ctypes.CDLL:
+    kind = {"FP8_CACHE": 1} if is_fp8 else {}
+    return compile_library(SOURCE, dtype, HEAD_DIM=head_dim, GROUP=group, PAGE=page_size, **kind)
+
+
+def _pointers(cached: LayerCache) -> tuple[int | None, ...]:
+    """Return the addresses of keys, values and their scales, if any."""
+    scales = (None, None) if cached.scales is None else (cached.scales.k_NG.data_ptr(), cached.scales.v_NG.data_ptr())
+    return cached.k_NGd.data_ptr(), cached.v_NGd.data_ptr(), *scales
 
 
 def _heads_together(heads: Tensor) -> Tensor:

@@ -25,6 +25,14 @@ from torch.nn import functional as F
 from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.attention.quantized_rows import (
+    FP8,
+    RowScales,
+    dequantize,
+    gather_numbers,
+    put_numbers,
+    quantize,
+)
 from tramontane.workers.device.pinned_memory import tensor_on
 
 MIN_HUGE_BYTES = 2**26  # of a tensor that gets huge pages, of 2 MiB as a rule
@@ -183,17 +191,27 @@ class SequenceTable:
 class LayerCache:
     """Keys and values of one layer: the rows of all pages of its window class, one page after the other.
 
-    With latent attention both are the same tensor.
+    With latent attention both are the same tensor. With ``scales`` they are numbers in FP8.
     """
 
     k_NGd: Tensor
     v_NGd: Tensor
+    scales: RowScales | None = None
 
     @classmethod
     def zeros(
-        cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, values_are_keys: bool = False
+        cls,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        values_are_keys: bool = False,
+        is_fp8: bool = False,
     ) -> "LayerCache":
         """Allocate a cache of zeros, [N, G, d]. On a CPU rows take memory from when they are first written."""
+        if is_fp8:
+            assert not values_are_keys
+            k_NG, v_NG = (_zeros(shape[:2], torch.float32, device) for _ in range(2))
+            return cls(_zeros(shape, FP8, device), _zeros(shape, FP8, device), RowScales(k_NG, v_NG, dtype))
         keys_NGd = _zeros(shape, dtype, device)
         return cls(keys_NGd, keys_NGd if values_are_keys else _zeros(shape, dtype, device))
 
@@ -202,14 +220,53 @@ class LayerCache:
         """Whether both are one tensor."""
         return self.v_NGd is self.k_NGd
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        tensors = [self.k_NGd] if self.values_are_keys else [self.k_NGd, self.v_NGd]
+        return sum(each.nbytes for each in (*tensors, *((self.scales.k_NG, self.scales.v_NG) if self.scales else ())))
+
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, of any shape. F.embedding copies each row in one piece, which indexing does not."""
+        if self.scales is not None:
+            return self.take(rows).dequantized()
         shape = (*rows.shape, *self.k_NGd.shape[1:])
         keys = F.embedding(rows, self.k_NGd.flatten(1)).view(shape)
         return keys, keys if self.values_are_keys else F.embedding(rows, self.v_NGd.flatten(1)).view(shape)
 
+    def take(self, rows: Tensor) -> "LayerCache":
+        """Return a copy of some rows of an FP8 cache, of any shape."""
+        assert self.scales is not None
+        k_NG, v_NG = (F.embedding(rows, each) for each in (self.scales.k_NG, self.scales.v_NG))
+        numbers = gather_numbers(self.k_NGd, rows), gather_numbers(self.v_NGd, rows)
+        return LayerCache(*numbers, RowScales(k_NG, v_NG, self.scales.dtype))
+
+    @classmethod
+    def quantized(cls, k_TGd: Tensor, v_TGd: Tensor) -> "LayerCache":
+        """Return keys and values as an FP8 cache keeps them."""
+        (k_NGd, k_NG), (v_NGd, v_NG) = quantize(k_TGd), quantize(v_TGd)
+        return cls(k_NGd, v_NGd, RowScales(k_NG, v_NG, k_TGd.dtype))
+
+    def dequantized(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, which are rounded where they are numbers in FP8."""
+        if (scales := self.scales) is None:
+            return self.k_NGd, self.v_NGd
+        return dequantize(self.k_NGd, scales.k_NG, scales.dtype), dequantize(self.v_NGd, scales.v_NG, scales.dtype)
+
+    def read_back(self, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are read once they have been written: with FP8 they differ."""
+        return (k_TGd, v_TGd) if self.scales is None else self.quantized(k_TGd, v_TGd).dequantized()
+
     def write(self, rows_W: Tensor, k_TGd: Tensor, v_TGd: Tensor, tokens_W: Tensor | None = None) -> None:
         """Overwrite rows [W] with the keys and values of these tokens, or of all."""
+        if self.scales is not None:
+            written = self.quantized(*(each if tokens_W is None else each[tokens_W] for each in (k_TGd, v_TGd)))
+            assert written.scales is not None
+            put_numbers(self.k_NGd, rows_W, written.k_NGd)
+            put_numbers(self.v_NGd, rows_W, written.v_NGd)
+            self.scales.k_NG.index_copy_(0, rows_W, written.scales.k_NG)
+            self.scales.v_NG.index_copy_(0, rows_W, written.scales.v_NG)
+            return
         self.k_NGd.index_copy_(0, rows_W, k_TGd if tokens_W is None else k_TGd[tokens_W])
         if not self.values_are_keys:
             self.v_NGd.index_copy_(0, rows_W, v_TGd if tokens_W is None else v_TGd[tokens_W])
@@ -247,7 +304,9 @@ class RollingCache:
                 self.layers[layer] = self.layers[source]
             else:
                 shape = (num_rows, args.n_kv_heads, args.head_dim)
-                self.layers[layer] = LayerCache.zeros(shape, dtype, device, values_are_keys=args.latent is not None)
+                self.layers[layer] = LayerCache.zeros(
+                    shape, dtype, device, values_are_keys=args.latent is not None, is_fp8=plan.kv_cache_dtype == "fp8"
+                )
             if args.sparse and args.index_source(layer) == layer:
                 self.index_keys[layer] = _zeros((num_rows, args.sparse.index_head_dim), dtype, device)
 

@@ -58,7 +58,8 @@ class TileMask:
 def triton_kernels(plan: StagePlan) -> AttentionKernels:
     """Return the kernels of a stage."""
     group, page_size = plan.args.n_heads // plan.args.n_kv_heads, plan.cache.page_size
-    return AttentionKernels(TritonPrefill(group, page_size), TritonDecode(), is_batch_invariant=True)
+    prefill = TritonPrefill(group, page_size)
+    return AttentionKernels(prefill, TritonDecode(), is_batch_invariant=True, fp8_prefill=prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,11 @@ class TritonPrefill:
 
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: TileMask) -> Tensor:
         """Compute the output [T, H, d]."""
-        return _launch(q_THd, k_SGd, v_SGd, mask, num_blocks=0, shares=1)
+        return self.attend_fp8(q_THd, LayerCache(k_SGd, v_SGd), mask)
+
+    def attend_fp8(self, q_THd: Tensor, keys: LayerCache, mask: TileMask) -> Tensor:
+        """Compute the output [T, H, d], also of keys and values in FP8, as ``TritonDecode`` does."""
+        return _launch(q_THd, keys, mask, num_blocks=0, shares=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class TritonDecode:
         num_blocks = max_blocks(mask, KEYS[q_BHd.element_size()])
         num_tokens, num_heads, head_dim = q_BHd.shape
         shares = num_programs(num_tokens, num_heads, head_dim, cached.k_NGd.shape[1], num_blocks)
-        return _launch(q_BHd, cached.k_NGd, cached.v_NGd, mask, num_blocks, shares)
+        return _launch(q_BHd, cached, mask, num_blocks, shares)
 
 
 def max_blocks(mask: TileMask, k_block: int) -> int:
@@ -133,9 +138,10 @@ def _rows_of_tile(group: int) -> int:
     return max(ROWS, int(triton.next_power_of_2(group)))
 
 
-def _launch(q_THd: Tensor, k_NGd: Tensor, v_NGd: Tensor, mask: TileMask, num_blocks: int, shares: int) -> Tensor:
+def _launch(q_THd: Tensor, cached: LayerCache, mask: TileMask, num_blocks: int, shares: int) -> Tensor:
     """Attend with ``shares`` programs for each tile and key/value head: several only if tiles are tokens of ``num_blocks``."""
-    q_THd, k_NGd, v_NGd = (aligned(x) for x in (q_THd, k_NGd, v_NGd))
+    q_THd, k_NGd, v_NGd = (aligned(x) for x in (q_THd, cached.k_NGd, cached.v_NGd))
+    scales = (None, None) if cached.scales is None else (aligned(cached.scales.k_NG), aligned(cached.scales.v_NG))
     (num_tokens, num_heads, head_dim), kv_heads = q_THd.shape, k_NGd.shape[1]
     group, out_THd, ring_pages = num_heads // kv_heads, torch.empty_like(q_THd), mask.pages_IR.shape[1]
     kept = (num_tokens, num_heads, num_blocks) if shares > 1 else (0, 0, 0)
@@ -148,7 +154,7 @@ def _launch(q_THd: Tensor, k_NGd: Tensor, v_NGd: Tensor, mask: TileMask, num_blo
         with torch.cuda.device_of(out_THd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _kernel[len(mask.tiles_I4), kv_heads, shares](
                 *(q_THd, k_NGd, v_NGd, mask.tiles_I4, mask.pages_IR, out_THd, blocks_THPd, sums_2THP),
-                *(*sizes, LOG2_E / head_dim**0.5, *constants, _rows_of_tile(group), k_block, mask.page_size),
+                *(*sizes, LOG2_E / head_dim**0.5, *scales, *constants, _rows_of_tile(group), k_block, mask.page_size),
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
@@ -176,6 +182,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     window,
     num_blocks,
     scale,
+    k_NG,
+    v_NG,
     group: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -190,8 +198,8 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     blocks of 64 from positions 0, 64 and 128 on; the token at position 131 does not see key 31. Two programs for the last token
     alone, which sees keys 46 to 145: the first has two blocks, the other the third.
 
-    A row that sees a value that is not finite becomes NaN. Such values are taken out, because rows that do not see them would
-    multiply them by 0.
+    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None. A row that sees a value that is not finite becomes NaN. Such
+    values are taken out, because rows that do not see them would multiply them by 0.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     share, shares = tl.program_id(2), tl.num_programs(2)
@@ -227,20 +235,31 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
             page_k = tl.load(pages + _entry(key_k // page_size - first_page, ring_pages), mask=is_read_k, other=0)
             row_k = page_k * page_size + key_k % page_size
         row_k = (row_k + shift) * kv_heads + head
+        if k_NG is not None:
+            k_scale_k = tl.load(k_NG + row_k, mask=is_read_k, other=0.0) * scale
+            v_scale_k = tl.load(v_NG + row_k, mask=is_read_k, other=0.0)
         is_read_ek = is_read_k[None, :] & (e < head_dim)[:, None]
         k_ek = tl.load(k_NGd + row_k[None, :] * head_dim + e[:, None], mask=is_read_ek, other=0.0)
         is_read_ke = is_read_k[:, None] & (e < head_dim)[None, :]
         v_ke = tl.load(v_NGd + row_k[:, None] * head_dim + e[None, :], mask=is_read_ke, other=0.0)
+        if k_NG is not None:  # exact, and by way of float32, as in ``triton_decode.py``
+            k_ek, v_ke = k_ek.to(tl.float32).to(q_re.dtype), v_ke.to(tl.float32).to(q_re.dtype)
         is_finite_ke = tl.abs(v_ke.to(tl.float32)) < float("inf")
         is_bad_k = tl.min(is_finite_ke.to(tl.int32), axis=1) == 0
         v_ke = tl.where(is_finite_ke, v_ke, 0.0).to(v_ke.dtype)
         is_seen_rk = (key_k[None, :] <= query_r[:, None]) & (key_k[None, :] > query_r[:, None] - window)
         is_seen_rk = is_seen_rk & is_query_r[:, None]
         is_lost_r = tl.max((is_seen_rk & is_bad_k[None, :]).to(tl.int32), axis=1) > 0
-        score_rk = tl.where(is_seen_rk, tl.dot(q_re, k_ek, input_precision="ieee") * scale, LOWEST)
+        if k_NG is None:
+            score_rk = tl.dot(q_re, k_ek, input_precision="ieee") * scale
+        else:
+            score_rk = tl.dot(q_re, k_ek, input_precision="ieee") * k_scale_k[None, :]
+        score_rk = tl.where(is_seen_rk, score_rk, LOWEST)
         block_highest_r = tl.maximum(tl.max(score_rk, axis=1), tl.full((r_block,), LOWEST, dtype=tl.float32))
         weight_rk = tl.where(is_seen_rk, tl.exp2(score_rk - block_highest_r[:, None]), 0.0)
         block_sum_r = tl.where(is_lost_r, float("nan"), tl.sum(weight_rk, axis=1))
+        if v_NG is not None:
+            weight_rk = weight_rk * tl.where(is_bad_k, 0.0, v_scale_k)[None, :]
         block_re = tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         if shares > 1:
             kept = first_head * num_blocks + begin // k_block - first_block  # of the first of some query heads of one token

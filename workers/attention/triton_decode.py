@@ -4,6 +4,9 @@ Few tokens do not keep a GPU busy unless several programs share the keys of one:
 Each part has a softmax of its own, and the program that ends last combines the parts. A program needs nothing but a token's
 position and the copy of its page ring: it finds pages itself, so the host prepares nothing and a CUDA graph may hold the kernel.
 
+Of a cache in FP8 a program converts numbers to the dtype of the queries, which is exact, and multiplies scores by the scales of
+keys and weights by those of values: no tile is dequantized.
+
 Shape letters: B single tokens, N rows of a cache, H query heads, G key/value heads, d head_dim, R pages of a ring, P parts;
 r queries, h query heads, k keys, e elements and p parts of a program.
 """
@@ -61,12 +64,13 @@ class SplitKDecode:
         parts_BHPd = q_BHd.new_empty(batch, num_heads, self.parts, head_dim, dtype=torch.float32) if self.parts > 1 else out_BHd
         sums_2BHP = q_BHd.new_empty(2, batch, num_heads, self.parts, dtype=torch.float32)
         index, ring, group = mask.index, mask.index.ring, num_heads // self.kv_heads
+        scales = (None, None) if cached.scales is None else (cached.scales.k_NG, cached.scales.v_NG)
         blocks = [int(triton.next_power_of_2(n)) for n in (head_dim, group)]
         with torch.cuda.device_of(out_BHd):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _attend[batch, self.kv_heads, self.parts](
                 *(q_BHd, k_NGd, v_NGd, ring.pages_BR, index.positions, parts_BHPd, sums_2BHP[0], sums_2BHP[1]),
                 *(mask.ended_BG, out_BHd),
-                *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5),
+                *(q_BHd.stride(0), ring.ring_pages, ring.window or NO_WINDOW, self.parts, LOG2_E / head_dim**0.5, *scales),
                 *(ring.page_size, group, self.kv_heads, head_dim, max(blocks[0], MIN_ROWS), max(blocks[1], MIN_ROWS), blocks[1]),
                 *(self.block, 1 if self.parts == 1 else PARTS_AT_A_TIME),
                 num_warps=self.warps,
@@ -110,6 +114,8 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     window,
     num_parts,
     scale,
+    k_NG,
+    v_NG,
     page_size: tl.constexpr,
     group: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -123,7 +129,8 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
     """Attend with the queries of one token and key/value head to one part of its keys.
 
     Blocks of 64 keys, a window of 1000, a token at position 1300, 4 parts: it sees keys 301 to 1300, in blocks 4 to 20; each
-    part has 5 blocks, the last one the blocks 19 and 20. A part without keys has a sum of 0.
+    part has 5 blocks, the last one the blocks 19 and 20. A part without keys has a sum of 0. ``k_NG`` and ``v_NG`` are scales of
+    numbers in FP8, or None.
     """
     token, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_B + token).to(tl.int32)
@@ -154,11 +161,21 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations itself
         is_read_ke = is_seen_k[:, None] & (e < head_dim)[None, :]
         k_ke = tl.load(k_NGd + offset_ke, mask=is_read_ke, other=0.0)
         v_ke = tl.load(v_NGd + offset_ke, mask=is_read_ke, other=0.0)
-        score_rk = tl.where(is_seen_k[None, :], tl.dot(q_re, tl.trans(k_ke), input_precision="ieee") * scale, LOWEST)
+        if k_NG is None:
+            score_rk = tl.dot(q_re, tl.trans(k_ke), input_precision="ieee") * scale
+        else:
+            k_scale_k = tl.load(k_NG + row_k * kv_heads + head, mask=is_seen_k, other=0.0) * scale
+            v_scale_k = tl.load(v_NG + row_k * kv_heads + head, mask=is_seen_k, other=0.0)
+            # By way of float32: Triton generates longer code for fp8 to bfloat16.
+            k_ke, v_ke = k_ke.to(tl.float32).to(q_re.dtype), v_ke.to(tl.float32).to(q_re.dtype)
+            score_rk = tl.dot(q_re, tl.trans(k_ke), input_precision="ieee") * k_scale_k[None, :]
+        score_rk = tl.where(is_seen_k[None, :], score_rk, LOWEST)
         top_r = tl.maximum(highest_r, tl.max(score_rk, axis=1))
         weight_rk = tl.where(is_seen_k[None, :], tl.exp2(score_rk - top_r[:, None]), 0.0)
         factor_r = tl.exp2(highest_r - top_r)
         sum_r = sum_r * factor_r + tl.sum(weight_rk, axis=1)
+        if v_NG is not None:
+            weight_rk = weight_rk * v_scale_k[None, :]
         out_re = out_re * factor_r[:, None] + tl.dot(weight_rk.to(v_ke.dtype), v_ke, input_precision="ieee")
         highest_r = top_r
     if p_block == 1:

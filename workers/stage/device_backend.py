@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels, try_kernels
@@ -22,6 +23,8 @@ from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import kernel_for
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
+
+FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,10 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     """Choose the backend of a stage on this device.
 
     This compiles kernels, and times them unless this machine has chosen before. Raises ConfigError
-    if the plan requires batch invariance on a GPU that has no kernels for it.
+    if the plan requires batch invariance on a GPU that has no kernels for it, or a cache in FP8 on one that has no FP8.
     """
+    if device.type == "cuda" and plan.kv_cache_dtype == "fp8":
+        check_fp8_support(plan.label, torch.cuda.get_device_capability(device))
     dtype = getattr(torch, plan.dtype)
     if device.type != "cuda":
         return DeviceBackend(select_kernels(plan, device, KernelSelector.of_device(device)), native_ops(plan.args, dtype))
@@ -92,6 +97,15 @@ def _sampler(plan: StagePlan, device: torch.device) -> ChooseTokens | None:
     return kernel_for(device, plan.args.vocab_size) if plan.is_last else None
 
 
+def check_fp8_support(label: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError if a GPU of this compute capability does not convert numbers in FP8 (e4m3)."""
+    if capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"{label} is on a GPU of compute capability {have}, and --kv-cache-dtype fp8 needs {need} or later; leave it out"
+        )
+
+
 def row_wise_backend(
     plan: StagePlan, device: torch.device, graph_capture: GraphCapture | None = None, make_event: RecordEvent | None = None
 ) -> DeviceBackend:
@@ -103,18 +117,19 @@ def row_wise_backend(
         raise refusal(plan.label, "there are no kernels for sparse attention on GPUs that do not depend on the other tokens")
     try:
         # Triton is not installed on every platform.
+        from tramontane.workers.attention import triton_cache
         from tramontane.workers.attention.triton_attention import triton_kernels
-        from tramontane.workers.attention.triton_cache import apply_rotary, cache_rows, rotate_and_write, write_rows
         from tramontane.workers.attention.triton_latent import invariant_kernels
 
         products = triton_products(device, plan.weight_format)
         if plan.args.latent:  # whose keys are not heads of a product
             kernels, rotates = invariant_kernels(plan, device), None
         else:
-            kernels, rotates = triton_kernels(plan), rotate_and_write
-        kernels = replace(kernels, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotates)
+            kernels, rotates = triton_kernels(plan), triton_cache.rotate_and_write
+        kernels = replace(kernels, read=triton_cache.read_rows, read_back=triton_cache.read_back, write=triton_cache.write_rows)
+        kernels = replace(kernels, cache_rows=triton_cache.cache_rows, rotate_and_write=rotates)
         kernels = try_kernels(plan, device, kernels)
-        ops = replace(row_wise_ops(), apply_rotary=apply_rotary)
+        ops = replace(row_wise_ops(), apply_rotary=triton_cache.apply_rotary)
         try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(
             kernels, ops, graph_capture, make_event, products, has_exact_sums=True, choose_tokens=_sampler(plan, device)

@@ -134,7 +134,8 @@ class StageWorker:
             on_activity("computing prompts of every length once")
             worker.warm_up()
         is_invariant = check_batch_invariance(plan, model, worker.device, worker.backend, worker.rotary_tables)
-        worker.numerics = stage_numerics(model, worker.backend, worker.device, worker.dtype, is_batch_invariant=is_invariant)
+        kinds = worker.dtype, plan.kv_cache_dtype
+        worker.numerics = stage_numerics(model, worker.backend, worker.device, *kinds, is_batch_invariant=is_invariant)
         if worker.device.type == "cuda":
             report_compilations(plan.label)
         worker.profiler = StepProfiler.from_environment(plan, worker.device)

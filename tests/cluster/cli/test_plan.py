@@ -363,6 +363,21 @@ def test_quantized_weights_are_planned_and_shown(wanted: Quantization, capsys: p
     assert f"in bfloat16, matrices in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
 
 
+def test_keys_and_values_in_fp8_are_planned_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of heads of 128 a position takes 132 bytes for 256, so 1.94 times as many fit."""
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # which decide what is left for pages
+    plain, fp8 = (_planned(capsys, "mistral-7b-v0.3", "24GiB", kv_cache_dtype=kind, **limits) for kind in ("auto", "fp8"))
+    assert (plain["kv_cache_dtype"], fp8["kv_cache_dtype"]) == ("auto", "fp8")
+    pages = [data["pages"][0]["num_pages"] for data in (plain, fp8)]
+    assert pages[1] == pytest.approx(pages[0] * 256 / 132, rel=1e-3)
+    plan("mistral-7b-v0.3", "24GiB", kv_cache_dtype="fp8")
+    assert "in bfloat16, keys and values in fp8, contexts of 32768 tokens" in capsys.readouterr().out
+    plan("mistral-7b-v0.3", "24GiB", kv_cache_dtype="auto")
+    assert "in bfloat16, contexts of 32768 tokens" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 is not for models with latent attention"):
+        plan("mistral-small-4-119b", "80GiB,80GiB", kv_cache_dtype="fp8")
+
+
 def test_matrices_in_bfloat16_remain_so_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     half, wide = (_planned(capsys, "mistral-7b-v0.1", "24GiB", dtype=dtype) for dtype in ("bfloat16", "float32"))
     norms = 4096 * (2 * 32 + 1)

@@ -34,6 +34,7 @@ KEYS = {
     "max_model_len": "PSF",
     "page_size": "PSF",
     "kv_cache_memory": "PSF",
+    "kv_cache_dtype": "PSF",
     "threads_per_stage": "PSF",
     "placement_timeout": "-S-",
     "gpu_memory": "PSF",

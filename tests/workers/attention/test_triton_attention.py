@@ -99,7 +99,7 @@ def test_a_ring_may_have_one_block_more_than_its_pages_fill() -> None:
 def test_attention_compiles_without_spills(capability: int, page_size: int) -> None:
     """With heads of 128, four for each of 8 key/value heads, in bfloat16; in the shared memory of a small GPU."""
     types = (*("*bf16",) * 3, "*i32", "*i64", "*bf16", *("*fp32",) * 2, *("i32",) * 4, "fp32")
-    module, constants = "tramontane.workers.attention.triton_attention", (4, 8, 128, 128, 64, 64, page_size)
+    module, constants = "tramontane.workers.attention.triton_attention", (None, None, 4, 8, 128, 128, 64, 64, page_size)
     usage = resource_usage(module, "_kernel", types, constants, range(8), WARPS, STAGES, capability)
     assert usage.spilled_bytes == 0
     assert usage.shared_bytes <= 99 * 1024

@@ -41,7 +41,7 @@ def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], pa
     """With 4 query heads of 128 for each key/value head; keys and values are read 16 bytes at a time."""
     block, warps, stages = variant
     types = (*("*bf16",) * 3, *("*i64",) * 2, *("*fp32",) * 3, "*i32", "*bf16", *("i32",) * 4, "fp32")
-    constants = (page_size, 4, 8, 128, 128, 16, 4, block, 16)
+    constants = (None, None, page_size, 4, 8, 128, 128, 16, 4, block, 16)
     usage = resource_usage("tramontane.workers.attention.triton_decode", "_attend", types, constants, range(11), warps, stages)
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads
@@ -50,7 +50,7 @@ def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], pa
 @pytest.mark.parametrize(("rows", "heads"), [("*i64", (32, 8)), ("*bf16", (40, 0))], ids=["with a write", "without"])
 def test_rotation_compiles_for_hopper_without_spills(rows: str, heads: tuple[int, int]) -> None:
     """Of 32 query heads and 8 key/value heads of 128, which are read 16 bytes at a time."""
-    types, constants = (*("*bf16",) * 3, rows, *("*bf16",) * 3, "i32"), (*heads, 64, 64, A_BLOCK)
+    types, constants = (*("*bf16",) * 3, rows, *("*bf16",) * 3, "i32"), (None, None, *heads, 64, 64, A_BLOCK)
     usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(8), 1, 3)
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads

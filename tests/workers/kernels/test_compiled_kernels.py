@@ -13,9 +13,12 @@ WORKERS = TESTS.parent / "workers"
 COMPILED_BY = {
     ("triton_attention", "_combine"): "attention/test_triton_attention.py",
     ("triton_attention", "_kernel"): "attention/test_triton_attention.py",
+    ("triton_cache", "_read_back"): "attention/test_fp8_kernels.py",
+    ("triton_cache", "_read_quantized"): "attention/test_fp8_kernels.py",
     ("triton_cache", "_rotate_and_write"): "attention/test_triton_decode.py",
     ("triton_cache", "_rows"): "attention/test_triton_decode.py",
     ("triton_cache", "_write"): "attention/test_triton_decode.py",
+    ("triton_cache", "_write_quantized"): "attention/test_fp8_kernels.py",
     ("triton_decode", "_attend"): "attention/test_triton_decode.py",
     ("triton_fp8_linear", "_fp8_kernel"): "kernels/test_triton_linear.py",
     ("triton_gemv", "_kernel"): "kernels/test_product_selection.py",

@@ -26,7 +26,7 @@ from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
-NAMES = ("the fastest", "batch-invariant, int8", "the fastest, latent attention")
+NAMES = ("the fastest", "the fastest, keys and values in fp8", "batch-invariant, int8", "the fastest, latent attention")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ kernel as one.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +31,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.sdpa_backend import SdpaPrefill
-from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import cache_rows, read_back, read_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import split_k_kernels
 from tramontane.workers.device import pinned_memory
 from tramontane.workers.kernels import fused_ops, row_products
@@ -145,9 +145,8 @@ class OnePrefill(SdpaPrefill):
 def _fastest(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
     compiled = FusedOps(*(counter.count_once(each.name, getattr(EAGER, each.name)) for each in fields(FusedOps)))
     decode = next(iter(split_k_kernels(1, plan.args.n_kv_heads).values()))
-    kernels = AttentionKernels(
-        OnePrefill(counter), decode, write=write_rows, cache_rows=cache_rows, rotate_and_write=rotate_and_write
-    )
+    kernels = AttentionKernels(OnePrefill(counter), decode, write=write_rows, read=read_rows, read_back=read_back)
+    kernels = replace(kernels, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
     return DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
 
 
@@ -162,13 +161,17 @@ def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
 
 
 def _worker(
-    args: ModelArgs, counter: LaunchCounter, monkeypatch: pytest.MonkeyPatch, make_backend: MakeBackend = _fastest
+    args: ModelArgs,
+    counter: LaunchCounter,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str = "auto",
+    make_backend: MakeBackend = _fastest,
 ) -> StageWorker:
     """Return the only stage of a model, with what a GPU would be given."""
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
     monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
-    plan = tiny_plan(args, 1, dtype="bfloat16").stages[0]
+    plan = tiny_plan(args, 1, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).stages[0]
     with META:
         model = StageModel(args, plan.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, plan.layers), plan.weight_format, META) if args.moe else {}
@@ -179,10 +182,10 @@ def _worker(
     return StageWorker(plan, model, "meta", backend=make_backend(plan, counter))
 
 
-def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str = "auto") -> Counter[str]:
     """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled."""
     counter = LaunchCounter()
-    worker = _worker(args, counter, monkeypatch)
+    worker = _worker(args, counter, monkeypatch, kv_cache_dtype)
     worker.fence(0)
     sizes, first_pages, chunks = (20, 1, 1), iter((0, 2, 3)), []
     for seq_id, size in enumerate(sizes):
@@ -195,11 +198,15 @@ def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> Counter
 
 
 def _launches(
-    args: ModelArgs, num_decodes: int, monkeypatch: pytest.MonkeyPatch, make_backend: MakeBackend = _fastest
+    args: ModelArgs,
+    num_decodes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str = "auto",
+    make_backend: MakeBackend = _fastest,
 ) -> Counter[str]:
     """Return the kernels in the graph of so many decodes, of a model that is one stage."""
     counter = LaunchCounter()
-    worker = _worker(args, counter, monkeypatch, make_backend)
+    worker = _worker(args, counter, monkeypatch, kv_cache_dtype, make_backend)
     worker.prepare()
     assert worker.graphs is not None
     by_rows = {rows: launches for (rows, _), launches in zip(worker.graphs.sizes, counter.graphs, strict=True)}
@@ -229,7 +236,7 @@ def _check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fewer, more = (
-        _launches(tiny_args(n_layers=n, moe=kind == "experts", window=None), num_decodes, monkeypatch, make_backend)
+        _launches(tiny_args(n_layers=n, moe=kind == "experts", window=None), num_decodes, monkeypatch, make_backend=make_backend)
         for n in (LAYERS, LAYERS + 1)
     )
     layer = more - fewer
@@ -272,3 +279,14 @@ def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytes
     layer = more - fewer
     assert layer.total() <= MAX_MIXED_LAYER_LAUNCHES, layer
     assert (layer["prefill"], layer["cat"], layer["triton_cache._write"]) == (1, 1, 1)
+
+
+def test_keys_and_values_in_fp8_take_one_kernel_more_in_a_step_with_prompts_and_none_in_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Single tokens are quantized by the kernels that write them, and chunks attend to what one more kernel has rounded."""
+    args = tiny_args(n_layers=LAYERS, moe=False, window=None)
+    assert _launches(args, 4, monkeypatch, "fp8") == _launches(args, 4, monkeypatch)
+    plain, fp8 = _mixed_launches(args, monkeypatch), _mixed_launches(args, monkeypatch, "fp8")
+    assert fp8 - plain == {"triton_cache._read_back": LAYERS, "triton_cache._write_quantized": LAYERS}
+    assert plain - fp8 == {"triton_cache._write": LAYERS}
