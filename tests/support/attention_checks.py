@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from interpreted_checks import Check
@@ -15,6 +16,7 @@ from reference import reference_attention
 from torch import Tensor
 
 from tramontane.proto.plan import WindowClass, ring_pages
+from tramontane.workers.attention import triton_attention
 from tramontane.workers.attention.metadata import PrefillMetadata, build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.triton_attention import TritonDecode, TritonPrefill
@@ -48,8 +50,11 @@ KINDS = {
 }
 
 
-def _prefill(device: str, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, index: PrefillMetadata) -> Tensor:
-    kernel, none = TritonPrefill(q_THd.shape[1] // k_SGd.shape[1]), torch.empty(0, dtype=torch.int64, device=device)
+def _prefill(kind: Kind, device: str, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, index: PrefillMetadata) -> Tensor:
+    kernel, none = (
+        TritonPrefill(q_THd.shape[1] // k_SGd.shape[1], kind.page_size),
+        torch.empty(0, dtype=torch.int64, device=device),
+    )
     index = PrefillMetadata(index.window, index.query_lens, index.key_lens, index.starts, none, none, none, none)
     return kernel.attend(*(x.to(device) for x in (q_THd, k_SGd, v_SGd)), kernel.build_mask(index)).cpu()
 
@@ -85,7 +90,7 @@ def check_reference(kind: Kind, device: str) -> None:
     """Compare prefill with the reference in float64."""
     index = prefill_index(CHUNKS, kind.window)
     q_THd, k_SGd, v_SGd = inputs(sum(index.query_lens), sum(index.key_lens), kind.heads, kind.head_dim, kind.dtype)
-    out_THd = _prefill(device, q_THd, k_SGd, v_SGd, index)
+    out_THd = _prefill(kind, device, q_THd, k_SGd, v_SGd, index)
     parts = (q_THd.double().split(index.query_lens), *(x.double().split(index.key_lens) for x in (k_SGd, v_SGd)))
     expected = torch.cat([reference_attention(*part, kind.window) for part in zip(*parts, strict=True)])
     assert out_THd.dtype == q_THd.dtype
@@ -94,21 +99,46 @@ def check_reference(kind: Kind, device: str) -> None:
 
 
 def check_bits(kind: Kind, device: str) -> None:
-    """Compare a prompt as a whole, in chunks among other sequences, and decoded."""
-    prompt = inputs(LENGTH, LENGTH, kind.heads, kind.head_dim, kind.dtype)
-    whole_LHd = prefill_in_chunks(prompt, CUTS[0], kind.window, attend=partial(_prefill, device))
+    """Compare a prompt as a whole, in chunks among other sequences, and decoded by one program for each token and by several."""
+    prompt, attend = inputs(LENGTH, LENGTH, kind.heads, kind.head_dim, kind.dtype), partial(_prefill, kind, device)
+    whole_LHd = prefill_in_chunks(prompt, CUTS[0], kind.window, attend=attend)
     for cuts in CUTS[1:]:
-        assert torch.equal(prefill_in_chunks(prompt, cuts, kind.window, OTHERS, partial(_prefill, device)), whole_LHd), cuts
-    decoded_PHd = _decode(kind, prompt, device)
-    for row, position in enumerate(POSITIONS):
-        assert torch.equal(decoded_PHd[row], whole_LHd[position]), f"decode at {position}"
+        assert torch.equal(prefill_in_chunks(prompt, cuts, kind.window, OTHERS, attend), whole_LHd), cuts
+    for programs in (1, 2, 8):
+        with patch.object(triton_attention, "num_programs", lambda *_, programs=programs: programs):
+            decoded_PHd = _decode(kind, prompt, device)
+        for row, position in enumerate(POSITIONS):
+            assert torch.equal(decoded_PHd[row], whole_LHd[position]), f"decode at {position} by {programs} programs"
+
+
+def check_many_blocks(window: int | None, device: str) -> None:
+    """Compare a prompt with the reference, and decodes with it, in pages in no order, by as many programs as there would be."""
+    kind, length = Kind((8, 2), 32, window, "bfloat16", 16), 300
+    q_LHd, k_LGd, v_LGd = inputs(length, length, kind.heads, kind.head_dim, kind.dtype)
+    whole_LHd = prefill_in_chunks((q_LHd, k_LGd, v_LGd), (200, 100), window, attend=partial(_prefill, kind, device))
+    expected = reference_attention(q_LHd.double(), k_LGd.double(), v_LGd.double(), window)
+    difference = float((whole_LHd.double() - expected).norm() / expected.norm())
+    assert difference < TOLERANCE[kind.dtype], difference
+    entries, written = ring_pages(window, kind.page_size, length), 0
+    ring = PageRings(WindowClass(window, entries, entries), kind.page_size, 1, torch.device(device))
+    ring.put_pages(0, 0, tuple(torch.randperm(entries, generator=torch.Generator().manual_seed(1)).tolist()))
+    ring.flush()
+    shape = entries * kind.page_size, *k_LGd.shape[1:]
+    cache = LayerCache(*(torch.full(shape, torch.nan, dtype=k_LGd.dtype, device=device) for _ in range(2)))
+    for position in (63, 64, 205, length - 1):
+        fresh = torch.arange(max(written, position + 1 - (window or length)), position + 1, device=device)
+        cache.write(ring.rows(torch.zeros_like(fresh), fresh), *(x[fresh.cpu()].to(device) for x in (k_LGd, v_LGd)))
+        written, at = position + 1, torch.tensor([position], device=device)
+        mask = TritonDecode().build_mask(build_decode_metadata(ring, torch.zeros_like(at), at, 0, []))
+        out_1Hd = TritonDecode().attend(q_LHd[position, None].to(device), cache, mask)
+        assert torch.equal(out_1Hd[0].cpu(), whole_LHd[position]), position
 
 
 def check_values_that_are_not_finite(value: float, device: str) -> None:
     """Let a value be infinite or NaN: queries that do not see it keep their bits, all others become NaN, in any way."""
     kind = KINDS["groups of 3 in a window"]
     q_LHd, k_LGd, v_LGd = inputs(LENGTH, LENGTH, kind.heads, kind.head_dim, kind.dtype)
-    attend: Callable[..., Tensor] = partial(_prefill, device)
+    attend: Callable[..., Tensor] = partial(_prefill, kind, device)
     whole_LHd = prefill_in_chunks((q_LHd, k_LGd, v_LGd), CUTS[0], kind.window, attend=attend)
     for changed_LGd in (k_LGd, v_LGd) if math.isnan(value) else (v_LGd,):
         kept = changed_LGd.clone()
@@ -127,6 +157,8 @@ def check_values_that_are_not_finite(value: float, device: str) -> None:
 CHECKS: dict[str, Check] = {
     **{f"reference: {name}": partial(check_reference, kind) for name, kind in KINDS.items()},
     **{f"bits: {name}": partial(check_bits, kind) for name, kind in KINDS.items()},
+    "many blocks": partial(check_many_blocks, None),
+    "many blocks in a window": partial(check_many_blocks, 130),
     "values that are NaN": partial(check_values_that_are_not_finite, torch.nan),
     "values that are infinite": partial(check_values_that_are_not_finite, torch.inf),
 }

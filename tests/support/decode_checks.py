@@ -12,7 +12,7 @@ from reference import reference_attention
 from tramontane.proto.plan import WindowClass, ring_pages
 from tramontane.workers.attention.metadata import build_decode_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
-from tramontane.workers.attention.triton_cache import cache_rows, rotate_and_write, write_rows
+from tramontane.workers.attention.triton_cache import apply_rotary, cache_rows, rotate_and_write, write_rows
 from tramontane.workers.attention.triton_decode import SplitKDecode
 from tramontane.workers.kernels.fused_ops import EAGER
 
@@ -99,6 +99,10 @@ def check_rotation(head_dim: int, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(cached.v_NGd.cpu(), v_NGd)
     others = [row for row in range(9) if row not in rows_B.tolist()]
     assert torch.equal(cached.k_NGd.cpu()[others], k_NGd[others])
+    turned_BHd = qkv_BHd[:, : num_queries + num_keys].to(device)  # rows of a wider tensor
+    alone_BHd = apply_rotary(turned_BHd, cos_Bd.to(device), sin_Bd.to(device))
+    assert torch.equal(alone_BHd, torch.cat([q_BQd, cached.k_NGd[rows_B.to(device)]], dim=1)), "the same bits without a cache"
+    assert torch.equal(apply_rotary(turned_BHd[1:2, 3:], cos_Bd[1:2].to(device), sin_Bd[1:2].to(device)), alone_BHd[1:2, 3:])
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -145,7 +145,7 @@ def check_one_kernel(window: int | None, dtype: torch.dtype, device: str) -> Non
     for scale in (cached.scales.k_NG, cached.scales.v_NG):
         scale.fill_(torch.nan)
     none = torch.empty(0, dtype=torch.int64, device=device)
-    prefill, decode = TritonPrefill(num_heads // kv_heads), TritonDecode()
+    prefill, decode = TritonPrefill(num_heads // kv_heads, 16), TritonDecode()
     index = PrefillMetadata(window, (length,), (length,), (0,), none, none, none, none)
     whole = prefill.attend_fp8(q, cached.quantized(k, v), prefill.build_mask(index))
     for position in range(length):  # a ring keeps the last positions only

@@ -3,27 +3,33 @@
 Shape letters: C rows, E experts, N outputs, K inputs, D width of a norm.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from interpreted_checks import Check
 from torch import Tensor
 
+from tramontane.workers.kernels import row_products, triton_linear
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.quantized_linear import MAX_FP8
 from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8 as dense_quantize_rows_fp8
-from tramontane.workers.kernels.row_invariance import differing_row_count
+from tramontane.workers.kernels.row_invariance import differing_row_count, find_group_dependence
+from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, equal_tiles
+from tramontane.workers.kernels.row_tiles import FEW_ROWS, TILES
 from tramontane.workers.kernels.triton_fp8_linear import FP8_TILES, fp8_grouped_linear, scaled_grouped_linear
 from tramontane.workers.kernels.triton_linear import FEW_ROWS_TILES, MANY_ROWS_TILE, Tile, tiled_grouped_linear, tiled_linear
 from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
+from tramontane.workers.kernels.triton_silu import silu_and_mul
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 # Relative, by norms. The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
-NUM_ROWS, NUM_OUTPUTS, NUM_INPUTS = 70, 75, 133  # two tiles of rows and of outputs, three blocks of inputs, all ragged
+NUM_ROWS, NUM_OUTPUTS, NUM_INPUTS = 70, 75, 133  # tiles of rows and outputs and blocks of inputs, most of them ragged
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -37,33 +43,86 @@ def _assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_product(dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
-    """Compare with float64, and rows with the same rows in other company."""
+    """Compare with float64, rows with the same rows in other company, and every tile with every other, bit for bit."""
     is_quantized = weight_dtype in QUANTIZED
     weight_NK = (_random(NUM_OUTPUTS, NUM_INPUTS) * (40 if is_quantized else 1)).clamp(-127, 127).to(weight_dtype)
     scale_N = torch.rand(NUM_OUTPUTS, generator=torch.Generator().manual_seed(1)) if is_quantized else None
     x_CK = _random(NUM_ROWS, NUM_INPUTS, seed=2).to(dtype)
     wide_NK = weight_NK.double() * (1 if scale_N is None else scale_N[:, None].double())
     own_NK, own_scale_N, own_CK = weight_NK.to(device), None if scale_N is None else scale_N.to(device), x_CK.to(device)
-    out_CN = tiled_linear(own_CK, own_NK, own_scale_N)
+    products = _products(dtype, weight_dtype)
+    out_CN = products.linear(own_CK, own_NK, own_scale_N)
     _assert_close(out_CN, x_CK.double() @ wide_NK.T, dtype)
-    assert not differing_row_count(lambda some_CK: tiled_linear(some_CK, own_NK, own_scale_N), own_CK)
-    assert torch.equal(tiled_linear(own_CK.flip(0), own_NK, own_scale_N).flip(0), out_CN)
-    assert tiled_linear(own_CK[:0], own_NK, own_scale_N).shape == (0, NUM_OUTPUTS)
+    counts = (1, 3, FEW_ROWS, FEW_ROWS + 1)
+    assert not differing_row_count(lambda some_CK: products.linear(some_CK, own_NK, own_scale_N), own_CK, counts)
+    assert torch.equal(products.linear(own_CK.flip(0), own_NK, own_scale_N).flip(0), out_CN)
+    assert products.linear(own_CK[:0], own_NK, own_scale_N).shape == (0, NUM_OUTPUTS)
+    for tile in TILES[dtype.itemsize]:
+        for rows in (slice(None), slice(3), slice(-1, None)):
+            assert torch.equal(tiled_linear(own_CK[rows], own_NK, own_scale_N, tile=tile), out_CN[rows]), (tile, rows)
 
 
 def check_groups(dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
     """Compare the grouped product with the product of each group, bit for bit; rows after the last group have no result."""
-    is_quantized = weight_dtype in QUANTIZED
+    is_quantized, products = weight_dtype in QUANTIZED, _products(dtype, weight_dtype)
     weight_ENK = (_random(5, NUM_OUTPUTS, NUM_INPUTS) * (40 if is_quantized else 1)).clamp(-127, 127).to(device, weight_dtype)
     scale_EN = torch.rand(5, NUM_OUTPUTS, generator=torch.Generator().manual_seed(1)).to(device) if is_quantized else None
-    for num_rows, ends in ((NUM_ROWS + 70, (0, 68, 68, 133, 138)), (2, (0, 0, 1, 1, 2)), (3, (0, 0, 0, 0, 1)), (1, (0,) * 5)):
+    many = (0, 68, 68, 133, 138)
+    cases = ((NUM_ROWS + 70, many), (5 * FEW_ROWS + 1, many), (2, (0, 0, 1, 1, 2)), (3, (0, 0, 0, 0, 1)), (1, (0,) * 5))
+    for num_rows, ends in cases:
         x_CK = _random(num_rows, NUM_INPUTS, seed=3).to(device, dtype)
-        out_CN = tiled_grouped_linear(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), scale_EN)
+        out_CN = products.grouped(x_CK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=device), scale_EN)
         assert out_CN.shape == (num_rows, NUM_OUTPUTS)
         for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             own_scale_N = None if scale_EN is None else scale_EN[expert]
-            own_CN = tiled_linear(x_CK[start:end], weight_ENK[expert], own_scale_N)
+            own_CN = products.linear(x_CK[start:end], weight_ENK[expert], own_scale_N)
             assert torch.equal(out_CN[start:end], own_CN), (expert, start, end)
+    assert not find_group_dependence(weight_ENK, scale_EN, dtype, RowProducts(products.linear, products.grouped))
+
+
+def _products(dtype: torch.dtype, weight_dtype: torch.dtype) -> TiledProducts:
+    return TiledProducts({(dtype, weight_dtype): TILES[dtype.itemsize]})
+
+
+def check_tiles_of_other_bits(device: str) -> None:
+    """Let one tile add in another order, and one need too much memory: neither is used. One that is wrong is an error."""
+    multiply, kept = triton_linear.tiled_linear, [tile for tile in TILES[2] if tile.outputs not in (32, 256)]
+
+    def changed(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None, *, tile: Tile) -> Tensor:
+        if tile.outputs == 256:
+            raise MemoryError("out of resource: shared memory")
+        out_CN = multiply(x_CK, weight_NK, scale_N, tile=tile)
+        return torch.where(out_CN == out_CN.max(), out_CN * 1.01, out_CN) if tile.outputs == 32 else out_CN
+
+    with patch.object(triton_linear, "tiled_linear", changed), patch.object(row_products.logger, "warning") as warning:
+        assert equal_tiles(torch.device(device), torch.bfloat16, torch.bfloat16) == tuple(kept)
+    assert warning.call_args[0][2:] == ("64x32x256x4x3", "64x128x64x4x4")
+    with patch.object(triton_linear, "tiled_linear", side_effect=MemoryError("out of resource")):
+        _assert_raises(MemoryError, partial(equal_tiles, torch.device(device), torch.float16, torch.int8))
+    with patch.object(triton_linear, "tiled_linear", lambda *given, tile: 1.1 * multiply(*given, tile=tile)):
+        _assert_raises(ArithmeticError, partial(equal_tiles, torch.device(device), torch.float16, torch.int8))
+
+
+def _assert_raises(kind: type[Exception], compute: Callable[[], object]) -> None:
+    try:
+        compute()
+    except kind:
+        return
+    raise AssertionError(f"there is no {kind.__name__}")
+
+
+def check_groups_of_other_bits(device: str) -> None:
+    """Let a grouped product of some number of rows differ by a bit: the check at load says so."""
+    weight_ENK, products = _random(3, NUM_OUTPUTS, NUM_INPUTS).to(device), _products(torch.float32, torch.float32)
+    for count in (1, 20, 99):
+
+        def grouped(x_CK: Tensor, *given: Any, count: int = count) -> Tensor:  # noqa: ANN401
+            out_CN = products.grouped(x_CK, *given)
+            return out_CN * (1 + 1e-6 * (len(x_CK) == count))
+
+        own = RowProducts(products.linear, grouped, lambda _dtype, _weight: (99,))
+        expected = f"the product of {count} tokens in groups and 3 matrices of {NUM_OUTPUTS} x {NUM_INPUTS} has other bits"
+        assert find_group_dependence(weight_ENK, None, torch.float32, own).startswith(expected)
 
 
 def check_tile(tile: Tile, device: str) -> None:
@@ -136,8 +195,20 @@ def check_norm(dtype: torch.dtype, device: str) -> None:
     _assert_close(out_TD, EAGER.rms_norm(sum_TD.double(), weight_D.double(), 1e-5).cpu(), dtype)
 
 
+def check_silu(dtype: torch.dtype, device: str) -> None:
+    """Compare with PyTorch, and rows with the same rows in other company."""
+    gate_up_T2F = _random(5, 2 * 1100, seed=7).mul_(4).to(device, dtype)
+    out_TF = silu_and_mul(gate_up_T2F)
+    _assert_close(out_TF, EAGER.silu_and_mul(gate_up_T2F.double()).cpu(), dtype)
+    assert not differing_row_count(silu_and_mul, gate_up_T2F, (1, 2, 4))
+    assert torch.equal(silu_and_mul(gate_up_T2F[1:2, 1:-1]), torch.cat([silu_and_mul(gate_up_T2F[:, 1:-1])])[1:2])
+    assert silu_and_mul(gate_up_T2F[:0]).shape == (0, 1100)
+
+
 CHECKS: dict[str, Check] = {
     **{f"product of {x} and {w}": partial(check_product, x, w) for x in DTYPES for w in (x, *QUANTIZED)},
+    "tiles of other bits": check_tiles_of_other_bits,
+    "groups of other bits": check_groups_of_other_bits,
     "product of torch.float32 and torch.bfloat16": partial(check_product, torch.float32, torch.bfloat16),
     **{f"groups in {dtype}": partial(check_groups, dtype, dtype) for dtype in DTYPES},
     **{f"groups in bfloat16 and {w}": partial(check_groups, torch.bfloat16, w) for w in QUANTIZED},
@@ -145,4 +216,5 @@ CHECKS: dict[str, Check] = {
     **{f"float8 {tile}": partial(check_fp8_tile, tile) for tile in FP8_TILES},
     "float8 rows": check_fp8_rows,
     **{f"norm in {dtype}": partial(check_norm, dtype) for dtype in DTYPES},
+    **{f"silu in {dtype}": partial(check_silu, dtype) for dtype in DTYPES},
 }

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 from interpreted_checks import Check
 from tiny_models import latent_args, tiny_args, tiny_plan
+from torch import Tensor
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import RandomWeights
@@ -59,7 +60,11 @@ def check_refusal(device: str) -> None:
     with patch.object(triton_attention.TritonDecode, "attend", lambda *given: right(*given) + 1e-5):
         _assert_refused(plan, device, "layer 0 gives the tokens of a prompt other bits one by one, or in smaller chunks")
     multiply = triton_linear.tiled_linear
-    with patch.object(triton_linear, "tiled_linear", lambda x_CK, *given: multiply(x_CK, *given) + 1e-5 * (len(x_CK) == 1)):
+
+    def other_alone(x_CK: Tensor, *given: Tensor, tile: triton_linear.Tile) -> Tensor:
+        return multiply(x_CK, *given, tile=tile) + 1e-5 * (len(x_CK) == 1)
+
+    with patch.object(triton_linear, "tiled_linear", other_alone):
         matrix = "a matrix of 64 x 32"
         _assert_refused(plan, device, f"the product of 1 of 67 tokens and {matrix} has other bits than among all of them")
     with patch.object(row_products, "assert_close_norm", side_effect=ArithmeticError("differs by 0.2")):

@@ -2,11 +2,11 @@
 
 Its products are NumPy's: the order of a sum, and so its bits, depend on the processor and on the number of rows. Here a sum adds
 its products in the order of the inputs, each rounded by itself, which gives the same bits on every processor and for every number
-of rows. Its products of bfloat16 and fp8 are wrong too: it keeps them as the bits of integers and multiplies these; and it takes
-integers that become bfloat16 for such bits. Its roundings to bfloat16 and fp8 forget a carry (127.8 becomes 64 in fp8), and NaN
-becomes a number. They are repaired here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element:
-NumPy 2.5 refuses that. With every call of a function within a kernel it replaces the functions of the language again, for a third
-of its time; here it does so once.
+of rows. As tensor cores do, those of 16 bits are added 16 at a time to the sum that they continue. Its products of bfloat16 and
+fp8 are wrong too: it keeps them as the bits of integers and multiplies these; and it takes integers that become bfloat16 for such
+bits. Its roundings to bfloat16 and fp8 forget a carry (127.8 becomes 64 in fp8), and NaN becomes a number. They are repaired
+here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call
+of a function within a kernel it replaces the functions of the language again, for a third of its time; here it does so once.
 """
 
 import os
@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+INPUTS_OF_INSTRUCTION = 16  # of a product of tensor cores in 16 bits
 _patch_tensor, _convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
 
@@ -49,7 +50,11 @@ def multiply(left_MK: np.ndarray, right_KN: np.ndarray) -> np.ndarray:
 
 def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:  # noqa: ANN401
     left_MK, right_KN = (_numbers(handle).astype(d.data.dtype) for handle in (a, b))
-    return TensorHandle(multiply(left_MK, right_KN) + d.data, d.dtype.scalar)
+    step = INPUTS_OF_INSTRUCTION if a.dtype.scalar.primitive_bitwidth == 16 else 1
+    out_MN = d.data
+    for k in range(0, left_MK.shape[-1], step):
+        out_MN = out_MN + multiply(left_MK[..., k : k + step], right_KN[..., k : k + step, :])
+    return TensorHandle(out_MN, d.dtype.scalar)
 
 
 def _convert_float(given: np.ndarray, from_dtype: Any, to_dtype: Any, rounding: Any) -> np.ndarray:  # noqa: ANN401

@@ -37,6 +37,9 @@ def try_kernels(plan: StagePlan, device: torch.device, kernels: AttentionKernels
         outs = case.prefill(kernels.prefill)(), case.decode(kernels.decode)()
         for out, expected in zip(outs, case.expected, strict=True):
             assert_close_norm(out, expected, MAX_DIFFERENCE)
+    check_writes(plan, device, kernels)
+    if kernels.rotate_and_write is not None:
+        check_rotation(plan, device, kernels.rotate_and_write)
     return kernels
 
 

@@ -1,7 +1,8 @@
 """Writes to the cache on GPUs by one Triton kernel, which are two or four in PyTorch, and the cache rows of positions by another.
 
-A third kernel rotates the heads of single tokens and writes their keys and values. Those of a cache in FP8 are quantized as they
-are written, with the bits of ``quantized_rows.py``. Two more kernels read its rows, and return keys as they will be read.
+A third kernel rotates heads, and writes keys and values of single tokens: a token has the same bits with its write and without.
+Those of a cache in FP8 are quantized as they are written, with the bits of ``quantized_rows.py``. Two more kernels read its rows,
+and return keys as they will be read.
 
 Shape letters: T tokens, B single tokens, W tokens that are written, N rows of a cache, H query heads, G key/value heads, A heads
 of queries, keys and values side by side, d head_dim, S slots, R pages of a ring; e elements and a heads of a program.
@@ -235,6 +236,23 @@ def rotate_and_write(cached: LayerCache, rows_B: Tensor, qkv_BAd: Tensor, cos_Bd
     return q_BHd
 
 
+def apply_rotary(x_TAd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Compute ``FusedOps.apply_rotary`` with the arithmetic of ``rotate_and_write``. Heads may be part of wider rows."""
+    num_tokens, num_heads, head_dim = x_TAd.shape
+    assert x_TAd.stride()[1:] == (head_dim, 1)
+    assert cos_Td.is_contiguous()
+    assert sin_Td.is_contiguous()
+    out_TAd = x_TAd.new_empty(x_TAd.shape)
+    if num_tokens:
+        with torch.cuda.device_of(out_TAd):  # type: ignore[no-untyped-call]  # as above
+            _rotate_and_write[num_tokens, triton.cdiv(num_heads, A_BLOCK)](
+                *(x_TAd, cos_Td, sin_Td, out_TAd, out_TAd, out_TAd, out_TAd),  # without keys there are no rows, nor a cache
+                *(x_TAd.stride(0), None, None, num_heads, 0, head_dim // 2, int(triton.next_power_of_2(head_dim // 2)), A_BLOCK),
+                num_warps=1,
+            )
+    return out_TAd
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
     qkv_BAd,
@@ -255,8 +273,9 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
 ):
     """Compute some heads of one token, in float32: element e of a head is paired with element e + half.
 
-    With 32 query heads and 8 key/value heads, heads 32 to 39 are keys, and 40 to 47 are values, which are not rotated.
-    ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None.
+    With 32 query heads and 8 key/value heads, heads 32 to 39 are keys, and 40 to 47 are values, which are not rotated. Without
+    key/value heads nothing is written to a cache. What is multiplied and added at once is written out: a compiler might choose
+    differently for another number of heads. ``k_NG`` and ``v_NG`` are scales of numbers in FP8, or None.
     """
     token = tl.program_id(0).to(tl.int64)
     a = tl.program_id(1) * a_block + tl.arange(0, a_block)[:, None]
@@ -272,36 +291,38 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
         tl.load(sin_Bd + angles, mask=e < half, other=0.0).to(tl.float32),
         tl.load(sin_Bd + angles + half, mask=e < half, other=0.0).to(tl.float32),
     )
-    rotated_first = (first.to(tl.float32) * cos_first - second.to(tl.float32) * sin_first).to(first.dtype)
-    rotated_second = (second.to(tl.float32) * cos_second + first.to(tl.float32) * sin_second).to(first.dtype)
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    rotated_first = tl.fma(-wide_second, sin_first, wide_first * cos_first).to(first.dtype)
+    rotated_second = tl.fma(wide_first, sin_second, wide_second * cos_second).to(first.dtype)
     to_query = q_BHd + (token * num_queries + a) * (2 * half) + e
     is_query = is_inside & (a < num_queries)
     tl.store(to_query, rotated_first, mask=is_query)
     tl.store(to_query + half, rotated_second, mask=is_query)
-    row = tl.load(rows_B + token) * kv_heads
-    key, value = row + a - num_queries, row + a - num_queries - kv_heads
-    is_key = is_inside & (a >= num_queries) & (a < num_queries + kv_heads)
-    is_value = is_inside & (a >= num_queries + kv_heads)
-    to_key, to_value = k_NGd + key * (2 * half) + e, v_NGd + value * (2 * half) + e
-    if k_NG is None:
-        tl.store(to_key, rotated_first, mask=is_key)
-        tl.store(to_key + half, rotated_second, mask=is_key)
-        tl.store(to_value, first, mask=is_value)
-        tl.store(to_value + half, second, mask=is_value)
-    else:  # of keys and values alike
-        first = tl.where(is_key, rotated_first, first).to(tl.float32)
-        second = tl.where(is_key, rotated_second, second).to(tl.float32)
-        is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
-        scale = _scale(tl.maximum(tl.abs(first), tl.abs(second)), is_finite)[:, None]
-        tl.store(k_NG + key, scale, mask=(a >= num_queries) & (a < num_queries + kv_heads))
-        tl.store(v_NG + value, scale, mask=(a >= num_queries + kv_heads) & (a < num_queries + 2 * kv_heads))
-        scale_ae = tl.broadcast_to(scale, (a_block, e_block))
-        first = tl.div_rn(first, scale_ae).to(k_NGd.dtype.element_ty)
-        second = tl.div_rn(second, scale_ae).to(k_NGd.dtype.element_ty)
-        tl.store(to_key, first, mask=is_key)
-        tl.store(to_key + half, second, mask=is_key)
-        tl.store(to_value, first, mask=is_value)
-        tl.store(to_value + half, second, mask=is_value)
+    if kv_heads > 0:
+        row = tl.load(rows_B + token) * kv_heads
+        key, value = row + a - num_queries, row + a - num_queries - kv_heads
+        is_key = is_inside & (a >= num_queries) & (a < num_queries + kv_heads)
+        is_value = is_inside & (a >= num_queries + kv_heads)
+        to_key, to_value = k_NGd + key * (2 * half) + e, v_NGd + value * (2 * half) + e
+        if k_NG is None:
+            tl.store(to_key, rotated_first, mask=is_key)
+            tl.store(to_key + half, rotated_second, mask=is_key)
+            tl.store(to_value, first, mask=is_value)
+            tl.store(to_value + half, second, mask=is_value)
+        else:  # of keys and values alike
+            first = tl.where(is_key, rotated_first, first).to(tl.float32)
+            second = tl.where(is_key, rotated_second, second).to(tl.float32)
+            is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
+            scale = _scale(tl.maximum(tl.abs(first), tl.abs(second)), is_finite)[:, None]
+            tl.store(k_NG + key, scale, mask=(a >= num_queries) & (a < num_queries + kv_heads))
+            tl.store(v_NG + value, scale, mask=(a >= num_queries + kv_heads) & (a < num_queries + 2 * kv_heads))
+            scale_ae = tl.broadcast_to(scale, (a_block, e_block))
+            first = tl.div_rn(first, scale_ae).to(k_NGd.dtype.element_ty)
+            second = tl.div_rn(second, scale_ae).to(k_NGd.dtype.element_ty)
+            tl.store(to_key, first, mask=is_key)
+            tl.store(to_key + half, second, mask=is_key)
+            tl.store(to_value, first, mask=is_value)
+            tl.store(to_value + half, second, mask=is_value)
 
 
 def cache_rows(ring: PageRings, slots_B: Tensor, positions_B: Tensor) -> Tensor:

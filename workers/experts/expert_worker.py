@@ -12,7 +12,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.workers.device.numerics import Numerics
-from tramontane.workers.kernels.fused_ops import EAGER, native_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, native_ops, row_wise_ops
 from tramontane.workers.kernels.kernel_names import name_kernels
 from tramontane.workers.kernels.row_invariance import find_row_dependence, triton_refusal, try_invariance
 from tramontane.workers.kernels.row_products import RowProducts, set_row_products, triton_products
@@ -67,9 +67,11 @@ class ExpertWorker:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
         self._experts: dict[ExpertId, FeedForward] = {}
-        is_cpu = self.device.type == "cpu"
-        self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype)) if is_cpu else EAGER
-        self._products = self._row_products() if plan.batch_invariant and not is_cpu else None
+        self._fused_ops, self._products = EAGER, None
+        if self.device.type == "cpu":
+            self._fused_ops = native_ops(plan.args, getattr(torch, plan.dtype))
+        elif plan.batch_invariant:
+            self._fused_ops, self._products = self._row_wise()
         self.busy_s, self.num_rows = 0.0, 0
         self.numerics = Numerics()  # until ``load`` has found them out
 
@@ -90,15 +92,16 @@ class ExpertWorker:
             plan.actors[actor_id].label,
             plan.batch_invariant,
             worker.device,
-            lambda: find_row_dependence(experts, dtype, worker.device),
+            lambda: find_row_dependence(experts, dtype, worker.device, worker._products),
         )
         names = name_kernels(experts, worker._fused_ops, worker.device, dtype)
         worker.numerics = Numerics.of(names, device, is_batch_invariant=is_invariant)
         return worker
 
-    def _row_products(self) -> RowProducts:
+    def _row_wise(self) -> tuple[FusedOps, RowProducts]:
+        """Return what stages with this option compute with, too."""
         try:
-            return triton_products(self.device, self._plan.weight_format)
+            return row_wise_ops(), triton_products(self.device, self._plan.weight_format)
         except Exception as error:  # compilers, drivers and imports raise errors of any kind
             raise triton_refusal("Experts", error) from error
 

@@ -86,7 +86,7 @@ def compile_ops(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Fu
     fused = FusedOps(*(torch.compile(getattr(EAGER, field.name)) for field in fields(FusedOps)))
     if device.type == "cuda":
         fused = _with_triton_norms(fused)
-    if reason := try_or_reason(lambda: _self_test(fused, args, device, dtype)):
+    if reason := try_or_reason(lambda: try_ops(fused, args, device, dtype)):
         logger.warning("operations between products are not fused: torch.compile or Triton fails (%s)", reason)
         return EAGER
     return fused
@@ -100,11 +100,22 @@ def _with_triton_norms(fused: FusedOps) -> FusedOps:
     return replace(fused, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
 
 
+def row_wise_ops() -> FusedOps:
+    """Return operations on GPUs whose result for a token does not depend on the others. Raises ImportError without Triton.
+
+    Rotary tables are computed by PyTorch, element by element. ``apply_rotary`` is to be replaced by that of the attention
+    kernels, which agrees with what they rotate themselves.
+    """
+    from tramontane.workers.kernels.triton_silu import silu_and_mul  # Triton is not on every platform
+
+    return _with_triton_norms(replace(EAGER, silu_and_mul=silu_and_mul))
+
+
 def native_ops(args: ModelArgs, dtype: torch.dtype) -> FusedOps:
     """Compile the operations in C for this CPU and model, or return the eager ones and log why they cannot be compiled."""
     try:
         fused = NativeOps(str(dtype).removeprefix("torch.")).fused_ops
-        _self_test(fused, args, torch.device("cpu"), dtype)
+        try_ops(fused, args, torch.device("cpu"), dtype)
     except (CompilerError, ArithmeticError) as error:
         logger.info("operations between products are computed by PyTorch, one by one: %s", error)
         return EAGER
@@ -153,7 +164,7 @@ class NativeOps:
         return sum_TD, out_TD
 
 
-def _self_test(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> None:
+def try_ops(fused: FusedOps, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> None:
     """Compare with the eager operations, on the widths, strides and kinds of tensors that layers have.
 
     With other tensors the first step would compile again.

@@ -53,9 +53,9 @@ def name_in_c(source: Path) -> str:
 
 
 def describe_kernel(kernel: object) -> str:
-    """Return the name of a kernel with its parameters: ``PackedPrefill(FwOp(NAME fa2F))``."""
+    """Return the name of a kernel with the parameters that its ``repr`` has: ``PackedPrefill(FwOp(NAME fa2F))``."""
     if is_dataclass(kernel) and not isinstance(kernel, type):
-        parameters = [describe_kernel(getattr(kernel, field.name)) for field in fields(kernel)]
+        parameters = [describe_kernel(getattr(kernel, field.name)) for field in fields(kernel) if field.repr]
         return f"{type(kernel).__name__}({', '.join(parameters)})"
     if isinstance(kernel, tuple):
         return f"({', '.join(map(describe_kernel, kernel))})"

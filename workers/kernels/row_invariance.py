@@ -4,7 +4,7 @@ Shape letters: T tokens, K inputs of a matrix.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from tramontane.workers.device.self_test import one_line
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.packed_linear import PackedLinear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
+from tramontane.workers.kernels.row_products import RowProducts
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +49,43 @@ def triton_refusal(label: str, error: Exception) -> ConfigError:
     return refusal(label, f"Triton's kernels cannot be used ({one_line(error)})")
 
 
-def find_row_dependence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
-    """Try every shape of the model's matrices; return which product has other bits among fewer tokens, or nothing."""
+def find_row_dependence(model: nn.Module, dtype: torch.dtype, device: torch.device, products: RowProducts | None = None) -> str:
+    """Try every shape of the model's matrices; return which product has other bits among fewer tokens, or nothing.
+
+    With ``products`` of the model also as many tokens as are computed in another way than one more.
+    """
     for layer in _one_of_each_shape(model):
-        num_outputs, num_inputs = _shape(layer)
-        x_TK = torch.randn(NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0)).to(
-            device, _input_dtype(layer, dtype)
-        )
-        if count := differing_row_count(layer, x_TK):
+        (num_outputs, num_inputs), input_dtype = _shape(layer), _input_dtype(layer, dtype)
+        is_packed = isinstance(layer, PackedLinear)
+        edges = () if products is None or is_packed else products.edges(input_dtype, layer.weight[None])
+        num_tokens = max((NUM_TOKENS, *edges))
+        x_TK = torch.randn(num_tokens, num_inputs, generator=torch.Generator().manual_seed(0)).to(device, input_dtype)
+        if count := differing_row_count(layer, x_TK, (*ROW_COUNTS, *edges)):
             matrix = f"a matrix of {num_outputs} x {num_inputs}"
             return f"the product of {count} of {len(x_TK)} tokens and {matrix} has other bits than among all of them"
     return ""
 
 
-def differing_row_count(compute: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
+def find_group_dependence(weight_ENK: Tensor, scale_EN: Tensor | None, dtype: torch.dtype, products: RowProducts) -> str:
+    """Return for how many tokens the product by groups has other bits than the product of each group, or nothing."""
+    num_groups, num_outputs, num_inputs = weight_ENK.shape
+    for num_tokens in (*ROW_COUNTS, *products.edges(dtype, weight_ENK)):
+        x_TK = torch.randn(num_tokens, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight_ENK.device, dtype)
+        ends = [num_tokens * (group + 1) ** 2 // num_groups**2 for group in range(num_groups)]  # of 20, four: 1, 5, 11, 20
+        grouped_TN = products.grouped(x_TK, weight_ENK, torch.tensor(ends, dtype=torch.int32, device=x_TK.device), scale_EN)
+        for group in (0, num_groups - 1):
+            own = slice(ends[group - 1] if group else 0, ends[group])
+            scale_N = None if scale_EN is None else scale_EN[group]
+            if not torch.equal(grouped_TN[own], products.linear(x_TK[own], weight_ENK[group], scale_N)):
+                matrices = f"{num_groups} matrices of {num_outputs} x {num_inputs}"
+                return f"the product of {num_tokens} tokens in groups and {matrices} has other bits than that of each group"
+    return ""
+
+
+def differing_row_count(compute: Callable[[Tensor], Tensor], x_TK: Tensor, counts: Sequence[int] = ROW_COUNTS) -> int:
     """Return how many of the first or last tokens have other results without the rest, or 0."""
     whole = compute(x_TK)
-    for count in ROW_COUNTS:
+    for count in counts:
         is_equal = torch.equal(compute(x_TK[:count]), whole[:count]) and torch.equal(compute(x_TK[-count:]), whole[-count:])
         if not is_equal:
             return count

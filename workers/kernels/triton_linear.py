@@ -1,7 +1,7 @@
-"""Triton matrix product whose tiles do not depend on the number of rows: a row's result has the same bits in any company.
+"""Triton matrix product by tiles: of one matrix, or of consecutive groups of rows with a matrix each.
 
-Every tile adds the products of a row in the order of the inputs, ``Tile.inputs`` at a time, in float32. No sum is divided
-between programs, and the same compiled kernel multiplies one row and a thousand. Where a row stands in its tile changes nothing.
+Every tile adds the products of a row in the order of the inputs, in float32. No sum is divided between programs, and where a row
+stands in its tile changes nothing: see ``row_tiles.py`` for products in which a row has the same bits in any company.
 
 ``FEW_ROWS_TILES`` are for grouped products of few rows per expert and ``SMALL_BATCH_TILES`` for products of few rows, in stages
 that need no such rows: the fastest is chosen on the GPU, see ``workers/model/expert_kernels.py`` and ``product_selection.py``.
@@ -29,8 +29,6 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the bytes of an element; 4096 outputs are 64 programs for up to 64 rows.
-TILES = {2: Tile(64, 64, 64, 4, 4), 4: Tile(64, 64, 32, 4, 4)}
 # For 16 bits. Low, because the rows of a small batch are distributed over the experts, and with long runs of a matrix's inputs.
 # Two programs fit into the 227 KiB of shared memory of a processor of an H100: of the first 108 KiB each.
 FEW_ROWS_TILES = (
@@ -49,14 +47,13 @@ SMALL_BATCH_TILES = {
 }
 
 
-def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+def tiled_linear(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None, *, tile: Tile) -> Tensor:
     """Compute x W^T, or x (W scale)^T for quantized weights, [C, N] in the dtype of x, into which W is converted."""
-    tile = tile or TILES[x_CK.element_size()]
     return _launch(x_CK, weight_NK[None], scale_N, None, tile, triton.cdiv(len(x_CK), tile.rows))
 
 
 def tiled_grouped_linear(
-    x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None, tile: Tile | None = None
+    x_CK: Tensor, weight_ENK: Tensor, ends_E: Tensor, scale_EN: Tensor | None = None, *, tile: Tile
 ) -> Tensor:
     """Compute x W^T, or x (W scale)^T, by each row's expert, [C, N].
 
@@ -64,7 +61,6 @@ def tiled_grouped_linear(
 
     Rows after the last group are undefined. Nothing is read on the host: there are programs for as many tiles as there may be.
     """
-    tile = tile or TILES[x_CK.element_size()]
     return _launch(x_CK, weight_ENK, scale_EN, ends_E, tile, num_tiles(len(x_CK), len(weight_ENK), tile))
 
 

@@ -147,9 +147,14 @@ class LocalExperts(ExpertSet):
         return len(self._stacks) == len(self.layers)
 
     @property
+    def first_stack(self) -> StackedExperts | None:
+        """The experts of one layer, if they are grouped products: all layers are computed in the same way."""
+        return next(iter(self._stacks.values()), None)
+
+    @property
     def kernel_name(self) -> str:
         """How products of many experts are computed."""
-        stack = next(iter(self._stacks.values()), None)  # all layers are computed in the same way
+        stack = self.first_stack
         if stack is None:
             return "one by one"
         by_size = [each.name for each in (stack.w13_product, stack.w2_product) if isinstance(each, ProductBySize)]

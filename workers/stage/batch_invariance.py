@@ -16,16 +16,23 @@ from tramontane.workers.attention.metadata import build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
 from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.head_products import HeadProducts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
-from tramontane.workers.kernels.row_invariance import differing_row_count, find_row_dependence, try_invariance
+from tramontane.workers.kernels.row_invariance import (
+    differing_row_count,
+    find_group_dependence,
+    find_row_dependence,
+    try_invariance,
+)
+from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.rotary import MakeRotaryTables
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.device_backend import DeviceBackend
 
-LENGTHS = (45, 22)  # of the sequences
-WHOLE = ((45,), (22,))  # sizes of their chunks, step by step
-PIECES = ((1, 1, 2, 24, 1, 16), (7, 1, 1, 13))
+LENGTHS = (70, 22)  # of the sequences: the keys of the first are in several blocks of every kernel
+WHOLE = ((70,), (22,))  # sizes of their chunks, step by step
+PIECES = ((1, 1, 2, 24, 1, 38, 1, 2), (7, 1, 1, 13))
 
 
 def check_batch_invariance(
@@ -53,10 +60,24 @@ def _find_dependence(
     check = _LayerCheck(plan, model, device, dtype, backend.kernels, rotary_tables)
     return (
         _find_kernels_of_pytorch(model, backend)
-        or find_row_dependence(model, dtype, device)
+        or find_row_dependence(model, dtype, device, backend.row_products)
+        or _find_in_groups(model, dtype, backend.row_products)
         or check.find_in_layers()
         or check.find_in_head()
     )
+
+
+def _find_in_groups(model: StageModel, dtype: torch.dtype, products: RowProducts | None) -> str:
+    """Try the matrices of one layer's experts, and those of heads, if ``products`` compute them in groups."""
+    if products is None:
+        return ""
+    groups: list[tuple[Tensor, Tensor | None]] = []
+    if model.experts is not None and (stack := model.experts.first_stack) is not None:
+        groups += [(stack.w13_E2FD, stack.w13_scale_E2F), (stack.w2_EDF, stack.w2_scale_ED)]
+    heads = (each.weight_HNK for each in model.modules() if isinstance(each, HeadProducts))
+    groups += {weight_HNK.shape: (weight_HNK, None) for weight_HNK in heads if weight_HNK is not None}.values()
+    problems = (find_group_dependence(*matrices, dtype, products) for matrices in groups)
+    return next((problem for problem in problems if problem), "")
 
 
 def _find_kernels_of_pytorch(model: StageModel, backend: DeviceBackend) -> str:

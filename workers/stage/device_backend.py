@@ -15,7 +15,7 @@ from tramontane.workers.attention.native_backend import native_kernels
 from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSelector
 from tramontane.workers.device.self_test import try_or_reason
-from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops, row_wise_ops, try_ops
 from tramontane.workers.kernels.packed_linear import PackedMatmul
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
@@ -117,15 +117,20 @@ def row_wise_backend(
         raise refusal(plan.label, "there are no kernels for sparse attention on GPUs that do not depend on the other tokens")
     try:
         # Triton is not installed on every platform.
+        from tramontane.workers.attention import triton_cache
         from tramontane.workers.attention.triton_attention import triton_kernels
         from tramontane.workers.attention.triton_latent import invariant_kernels
-        from tramontane.workers.kernels.triton_norm import add_rms_norm, rms_norm
 
         products = triton_products(device, plan.weight_format)
-        kernels = invariant_kernels(plan, device) if plan.args.latent else triton_kernels(plan)
+        if plan.args.latent:  # whose keys are not heads of a product
+            kernels, rotates = invariant_kernels(plan, device), None
+        else:
+            kernels, rotates = triton_kernels(plan), triton_cache.rotate_and_write
+        kernels = replace(kernels, read=triton_cache.read_rows, read_back=triton_cache.read_back, write=triton_cache.write_rows)
+        kernels = replace(kernels, cache_rows=triton_cache.cache_rows, rotate_and_write=rotates)
         kernels = try_kernels(plan, device, kernels)
-        # PyTorch computes the other operations, element by element.
-        ops = replace(EAGER, rms_norm=rms_norm, fused_add_rms_norm=add_rms_norm)
+        ops = replace(row_wise_ops(), apply_rotary=triton_cache.apply_rotary)
+        try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(
             kernels, ops, graph_capture, make_event, products, has_exact_sums=True, choose_tokens=_sampler(plan, device)
         )

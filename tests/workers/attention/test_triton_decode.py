@@ -47,9 +47,10 @@ def test_it_compiles_for_hopper_without_spills(variant: tuple[int, int, int], pa
     assert usage.has_wide_loads
 
 
-def test_rotation_compiles_for_hopper_without_spills() -> None:
+@pytest.mark.parametrize(("rows", "heads"), [("*i64", (32, 8)), ("*bf16", (40, 0))], ids=["with a write", "without"])
+def test_rotation_compiles_for_hopper_without_spills(rows: str, heads: tuple[int, int]) -> None:
     """Of 32 query heads and 8 key/value heads of 128, which are read 16 bytes at a time."""
-    types, constants = (*("*bf16",) * 3, "*i64", *("*bf16",) * 3, "i32"), (None, None, 32, 8, 64, 64, A_BLOCK)
+    types, constants = (*("*bf16",) * 3, rows, *("*bf16",) * 3, "i32"), (None, None, *heads, 64, 64, A_BLOCK)
     usage = resource_usage("tramontane.workers.attention.triton_cache", "_rotate_and_write", types, constants, range(8), 1, 3)
     assert usage.spilled_bytes == 0
     assert usage.has_wide_loads

@@ -11,7 +11,8 @@ import pytest
 TESTS = Path(__file__).parents[2]
 WORKERS = TESTS.parent / "workers"
 COMPILED_BY = {
-    ("triton_attention", "_kernel"): "kernels/test_triton_linear.py",
+    ("triton_attention", "_combine"): "attention/test_triton_attention.py",
+    ("triton_attention", "_kernel"): "attention/test_triton_attention.py",
     ("triton_cache", "_read_back"): "attention/test_fp8_kernels.py",
     ("triton_cache", "_read_quantized"): "attention/test_fp8_kernels.py",
     ("triton_cache", "_rotate_and_write"): "attention/test_triton_decode.py",
@@ -28,6 +29,7 @@ COMPILED_BY = {
     ("triton_moe", "_down_kernel"): "kernels/test_triton_moe.py",
     ("triton_moe", "_gate_up_kernel"): "kernels/test_triton_moe.py",
     ("triton_norm", "_kernel"): "kernels/test_triton_linear.py",
+    ("triton_silu", "_kernel"): "kernels/test_triton_linear.py",
     ("triton_quant", "_gemv_kernel"): "kernels/test_quantized_linear.py",
     ("triton_quant", "_quantize_kernel"): "kernels/test_quantized_linear.py",
     ("triton_sampler", "_kernel"): "sampling/test_triton_sampler.py",

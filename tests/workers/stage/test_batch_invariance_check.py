@@ -169,7 +169,7 @@ def test_the_final_norm_is_that_of_layers() -> None:
 
 def test_a_head_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageModel, "head", _nudge_single_rows(StageModel.head))
-    with pytest.raises(ConfigError, match="the logits of 1 of 67 tokens have other bits"):
+    with pytest.raises(ConfigError, match="the logits of 1 of 92 tokens have other bits"):
         _load(True)
 
 

@@ -22,6 +22,7 @@ from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device.kernel_choices import KernelChoices
 from tramontane.workers.experts import expert_worker
 from tramontane.workers.experts.expert_worker import ExpertWorker
+from tramontane.workers.kernels import triton_silu
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.kernels.row_products import RowProducts
 from tramontane.workers.model.transformer import StageModel
@@ -144,7 +145,9 @@ def test_expert_actors_on_gpus_get_the_products(monkeypatch: pytest.MonkeyPatch)
     """Or say why there are none."""
     plan, products = replace(expert_plan(ARGS, 2), batch_invariant=True), RowProducts(_linear, _grouped)
     monkeypatch.setattr(expert_worker, "triton_products", lambda *_: products)
-    assert ExpertWorker(plan, RandomWeights(), "cuda")._products is products
+    worker = ExpertWorker(plan, RandomWeights(), "cuda")
+    assert worker._products is products
+    assert worker._fused_ops.silu_and_mul is triton_silu.silu_and_mul, "that of stages, which rounds once"
     assert ExpertWorker(plan, RandomWeights(), "cpu")._products is None
     assert ExpertWorker(replace(plan, batch_invariant=None), RandomWeights(), "cuda")._products is None
 

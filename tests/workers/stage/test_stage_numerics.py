@@ -1,7 +1,7 @@
 """The numerics of a stage name what computes each part of it: kernels in C by their sources and the platform."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,12 @@ class _Operator:
     operator: type
 
 
+@dataclass(frozen=True)
+class _Paged:
+    block: int
+    page_size: int = field(repr=False)
+
+
 @dataclass
 class _SplitK:
     """As Triton's kernel, which has its sizes as fields."""
@@ -136,6 +142,7 @@ def test_kernels_of_gpus_are_named_with_their_parameters() -> None:
     )
     assert describe_kernel(_SplitK(64, 16)) != describe_kernel(few)
     assert describe_kernel(SdpaPrefill()) == "SdpaPrefill"
+    assert describe_kernel(_Paged(64, 16)) == "_Paged(64)", "sizes of pages change no bits"
     assert describe_kernel(QuantizedKernels(None, fp8_linear)) == "QuantizedKernels(None, fp8_linear)"
 
 
