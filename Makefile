@@ -43,8 +43,8 @@ test-plain: $(STAMP)
 OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton_attention.py \
 	tests/workers/device $(addprefix tests/workers/kernels/test_, head_products.py integer_products.py linear.py \
 	packed_linear.py product_selection.py quantized_linear.py triton_linear.py) \
-	$(addprefix tests/workers/, attention/test_other_rows.py attention/test_native_decode.py sampling/test_sampler.py model/test_grouped_gemm.py model/test_expert_kernels.py) \
-	tests/test_not_finite.py \
+	$(addprefix tests/workers/, attention/test_other_rows.py attention/test_native_decode.py attention/test_quantized_rows.py sampling/test_sampler.py model/test_grouped_gemm.py model/test_expert_kernels.py) \
+	tests/test_not_finite.py tests/test_fp8_cache.py \
 	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \

@@ -11,10 +11,11 @@ import httpx
 import psutil
 import pytest
 import ray
+from free_ports import free_port
 from killable_head import KillableHead, killable_head
 from ray import serve
 from ray.serve.config import HTTPOptions
-from serve_cluster import free_port, leftovers
+from serve_cluster import leftovers
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import APPLICATION, application

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_cluster import free_port, started_with
+from free_ports import free_port
+from serve_cluster import started_with
 
 pytestmark = [
     pytest.mark.ray,

@@ -19,10 +19,11 @@ import httpx
 import psutil
 import pytest
 import ray
+from free_ports import free_port
 from harness import GREEDY, run_in_process
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serve_cluster import free_port, leftovers, listening, started_with
+from serve_cluster import leftovers, listening, started_with
 from tiny_models import tiny_plan
 
 from tramontane.client import Client

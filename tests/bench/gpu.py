@@ -198,10 +198,7 @@ def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: Te
     code: int | None = None  # if it is killed
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(timeout=min(part.limit_s, left_s))
-    with suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+    end_children(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -209,6 +206,14 @@ def run_part(part: Part, flags: Sequence[str], left_s: float, out: Path, log: Te
     rows_file.unlink(missing_ok=True)
     output = Path(log.name).read_bytes()[begins_at:].decode(errors="replace")
     return Report(state_of(code, rows or []), round(seconds, 1), rows, output[-TAIL:])
+
+
+def end_children(pid: int) -> None:
+    """Kill all that a process has started: Ray's daemons outlive a driver that was killed."""
+    with suppress(psutil.Error):
+        for each in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                each.kill()
 
 
 def _read(rows_file: Path) -> list[dict[str, Any]] | None:

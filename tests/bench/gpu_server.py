@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import psutil
+from free_ports import free_port
+from gpu import end_children
 from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, compared, load_row, random_prompts, run_streams
 from targets import Target, at_most, exit_status
 
@@ -85,9 +86,9 @@ def model_flags(report: Report, name: str = "mistral-7b-v0.1", seqs: int = 128) 
     return (*dummy, "--max-num-batched-tokens", "4096", "--max-model-len", "8192")
 
 
-def checkpoint(report: Report, name: str) -> Path:
-    """Return the folder of a random checkpoint, small in a small run, which is written where it is missing."""
-    scale = "small" if report.small else "full"
+def checkpoint(report: Report, name: str, is_small: bool = False) -> Path:
+    """Return the folder of a random checkpoint, small in a small run too, which is written where it is missing."""
+    scale = "small" if is_small or report.small else "full"
     folder = report.folder / f"gpu_server_{name}_{scale}"
     if not folder.exists():
         subprocess.run([*TRAMONTANE, "make-random", "--like", name, "--scale", scale, "--out", str(folder)], check=True)
@@ -109,7 +110,8 @@ def serving(report: Report, *flags: str) -> Iterator[psutil.Process]:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        end_tree(process.pid)
+        end_children(process.pid)
+        process.kill()
         process.wait()
 
 
@@ -136,12 +138,6 @@ def _lines_until_ready(process: "subprocess.Popen[str]") -> list[tuple[float, st
     return lines
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
 def stage_pids(server: psutil.Process) -> list[int]:
     return sorted(each.pid for each in server.children(recursive=True) if _title(each).startswith(STAGE_TITLE))
 
@@ -150,15 +146,6 @@ def _title(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
-
-
-def end_tree(pid: int) -> None:
-    """Kill a process and all that it has started: Ray's daemons outlive a driver that was killed."""
-    with suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for each in [*parent.children(recursive=True), parent]:
-            with suppress(psutil.Error):
-                each.kill()
 
 
 def gpu_memory() -> str:
@@ -394,10 +381,7 @@ def correct(report: Report) -> None:
     import torch
     import transformers
 
-    name = "mistral-7b-v0.1"
-    folder = report.folder / f"gpu_server_{name}_small"
-    if not folder.exists():
-        subprocess.run([*TRAMONTANE, "make-random", "--like", name, "--scale", "small", "--out", str(folder)], check=True)
+    folder = checkpoint(report, "mistral-7b-v0.1", is_small=True)
     work, new_tokens = random_prompts(8, 48, 3, 900), 32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -45,6 +45,9 @@ class Trace:
         return max((after - before for before, after in pairwise(moments)), default=0.0)
 
 
+Disturb = Callable[[list[Trace]], Coroutine[Any, Any, None]]  # given what has come of each stream so far
+
+
 @dataclass(frozen=True)
 class Load:
     """Clients that all begin at once. ``seed``: of their prompts, so that those of two loads differ or are the same."""
@@ -67,7 +70,7 @@ def run_streams(
     prompts: Sequence[Prompt],
     new_tokens: int,
     sampling: Sampling = GREEDY,
-    disturb: Callable[[list[Trace]], Awaitable[None]] | None = None,
+    disturb: Disturb | None = None,
 ) -> list[Trace]:
     """Stream an answer to each prompt, all at once. ``disturb`` runs at the same time and sees what has come so far."""
     return asyncio.run(_run_streams(url, prompts, new_tokens, sampling, disturb))
@@ -78,7 +81,7 @@ async def _run_streams(
     prompts: Sequence[Prompt],
     new_tokens: int,
     sampling: Sampling,
-    disturb: Callable[[list[Trace]], Awaitable[None]] | None,
+    disturb: Disturb | None,
 ) -> list[Trace]:
     limits: dict[str, Any] = {
         "connector": aiohttp.TCPConnector(limit=0),
@@ -92,12 +95,8 @@ async def _run_streams(
         for prompt, trace in zip(prompts, traces, strict=True):
             group.create_task(_stream(session, f"{url}/v1/completions", {"prompt": prompt, **common}, trace))
         if disturb is not None:
-            group.create_task(_awaited(disturb(traces)))
+            group.create_task(disturb(traces))
     return traces
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], trace: Trace) -> None:

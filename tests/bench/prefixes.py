@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 from engines import our_engine
+from free_ports import free_port
 from model_135m import LAYERS, MODEL_135M
 from peer_environments import PeerMissingError, environment
 from peers import DTYPE, ENVIRONMENT, HERE, TRAMONTANE
 from rich.console import Console
 from rich.table import Table
-from serve_cluster import free_port
 from targets import Target, at_least, at_most, conclude, none_of
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL

@@ -2,7 +2,6 @@
 
 import json
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,26 +12,18 @@ from typing import Any
 
 import httpx
 import psutil
+from free_ports import free_port
 
 ENTRY = "from tramontane.cluster.cli.__main__ import main; main()"
 TITLES = {"the Batch replica": "ray::ServeReplica:tramontane:Batch", "a stage": "ray::StageActor"}
 POLL_S = 0.05
 
 
-def _free_port() -> int:
-    """Return a free port outside of the ranges from which Ray and the kernel choose."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 class Server:
     """The demo model in float32 on two stages. ``url`` never changes, and requests are repeated until they succeed."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--max-num-seqs", "16")

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from free_ports import free_port
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from serve_cluster import free_port
 
 from tramontane.cluster.common.ray_api import HEAD_GROUP
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS

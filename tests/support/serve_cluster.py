@@ -1,12 +1,11 @@
 """A Tramontane server for tests: the real application on a local Ray cluster, and the resources that it holds."""
 
 import json
-import random
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import ray
+from free_ports import free_port
 from ray import serve
 from ray.serve import context as serve_context
 from ray.serve.config import HTTPOptions
@@ -23,21 +23,6 @@ from ray.serve.schema import ServeDeploySchema
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
-
-
-def free_port() -> int:
-    """Return a free port that no other process takes before the server does.
-
-    Ray's own processes listen at ports of 10000 to 19999 and at ports that the kernel chooses (32768 and above on Linux).
-    A free port from the kernel would often be taken by one of them before Ray Serve binds it. Tests begin with the same seed,
-    which would give those that run at once the same ports.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
 
 PORT, GRPC_PORT = free_port(), free_port()
 URL = f"http://127.0.0.1:{PORT}"

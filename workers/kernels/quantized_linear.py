@@ -24,6 +24,7 @@ GPU_STEP = 16  # GPU kernels need both sides of a matrix to be multiples of it
 FUSED_TOKENS = 64  # at most, for the fused kernel
 FEW_TOKENS = 16  # with so few reading the weights is the bound: fp8 activations would cost another kernel and gain nothing
 MAX_FP8 = 448
+FP8_CAPABILITY = (8, 9)  # the first of GPUs that convert and multiply fp8 (e4m3)
 MAX_DIFFERENCE = 0.05  # in self tests, relative, by norms: fp8 activations cause half of it
 TEST_SIZE = 272  # sides of the matrices in self tests: a multiple of 16, and of no kernel's block size
 

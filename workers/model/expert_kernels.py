@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tramontane.workers.device.kernel_selection import MAX_DIFFERENCE, Compute, KernelSelector
 from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
-from tramontane.workers.kernels.quantized_linear import MAX_FP8, dequantized_linear
+from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY, MAX_FP8, dequantized_linear
 from tramontane.workers.model.grouped_gemm import (
     MAX_SMALL_BATCH_ROWS,
     GroupedProduct,
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 ROW_CLASSES = {64: 64, 128: 128, 512: 256}  # up to so many rows the product is used that is the fastest for so many
 NUM_MANY_ROWS = 2048  # for which the product of more rows is timed, where torch has none
-FP8_CAPABILITY = (8, 9)  # the first that multiplies fp8
 TORCH_FP8_CAPABILITY = (9, 0)  # on 10.3 torch's scaled product ends the process (pytorch/pytorch issue 187095)
 ADVANTAGE = 1.05  # another product must be so many times as fast as torch's
 

@@ -17,14 +17,13 @@ from tramontane.workers.device.kernel_selection import WITHOUT_MEMORY, KernelSel
 from tramontane.workers.device.self_test import try_or_reason
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, NativeOps, compile_ops, native_ops, row_wise_ops, try_ops
 from tramontane.workers.kernels.packed_linear import PackedMatmul
+from tramontane.workers.kernels.quantized_linear import FP8_CAPABILITY
 from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import kernel_for
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
-
-FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import httpx
 import pytest
 import ray
 from dashboard_queries import ALERTS, alerts, queries
+from free_ports import free_port
 from real_prometheus import PROMETHEUS, find_series, running_prometheus
-from serve_cluster import free_port, router_stats, running_application
+from serve_cluster import router_stats, running_application
 
 from tramontane.cluster.pipeline import ray_cluster
 

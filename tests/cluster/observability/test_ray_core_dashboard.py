@@ -17,9 +17,9 @@ import pytest
 import yaml
 from browser import LocalServer
 from dashboard_queries import metric_names
+from free_ports import free_port
 from grafana_stub import GrafanaStub, interpolate
 from real_prometheus import PROMETHEUS, running_prometheus
-from serve_cluster import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse

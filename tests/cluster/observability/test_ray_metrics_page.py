@@ -14,9 +14,10 @@ import httpx
 import pytest
 import yaml
 from browser import TIMEOUT_MS, LocalServer, browser
+from free_ports import free_port
 from grafana_stub import GrafanaStub, interpolate
 from real_prometheus import PROMETHEUS, find_series, running_prometheus
-from serve_cluster import free_port, running_application
+from serve_cluster import running_application
 
 from tramontane.cluster.cli.monitoring import monitoring
 from tramontane.cluster.config.ray_settings import CORE_DASHBOARD_UID, monitoring_settings

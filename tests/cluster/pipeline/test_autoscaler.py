@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from free_ports import free_port
 from ray.util import get_node_ip_address
-from serve_cluster import free_port
 
 from tramontane.cluster.ray_internals.accessors import has_autoscaler
 

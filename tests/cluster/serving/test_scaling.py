@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from chaos_load import Load, baseline_tokens
+from free_ports import free_port
 from ray import serve
-from serve_cluster import free_port, jobs_in, leftovers, start_serve, wait_until_ready
+from serve_cluster import jobs_in, leftovers, start_serve, wait_until_ready
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
