@@ -4,6 +4,8 @@ What is not the size of a tensor was measured on one H100 on 28 November 2026: t
 840 MiB each. A stage with half of Mistral 7B took 2.73 GiB besides weights and cache after 64 requests, in micro-batches of
 4096 tokens.
 
+What CUDA keeps for a graph is an estimate.
+
 Shape letters: D model width, F feed-forward width, H query heads, k experts of a token, V vocabulary.
 """
 
@@ -20,12 +22,14 @@ NUM_STREAMS = 2
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
 SAMPLING_BYTES = 48  # of a logit while its row is sampled, where PyTorch sorts it: its weight, its token and sums; or scored
+GRAPH_BYTES = 2**16  # of CUDA's own for a graph of some ten kernels
+MAX_PIECE_TOKENS, PIECE_STEP = 512, 64  # the most tokens of a step of graphs of pieces, and of what sizes are multiples
 PROMPT_LOGITS = 2**22  # of prompts, computed at a time where their log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMemory:
-    """Bytes of one stage. ``graphs`` is the memory that all CUDA graphs share; ``logits`` is what the last stage needs."""
+    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last stage needs."""
 
     context: int
     workspaces: int
@@ -65,7 +69,8 @@ def gpu_runtime(
     """Return what a stage of this model needs; any stage may be the last one, which samples up to ``num_sampled`` tokens.
 
     Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x 14336 = 55296 numbers at
-    once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128 tokens have 13.5 MiB, and their logits 15.6.
+    once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128 tokens have 13.5 MiB, and their logits 15.6. Graphs of
+    pieces take 84.5 MiB, see ``_pieces``.
     """
     token_bytes = widest_activations(args, experts_inside) * DTYPE_BYTES[dtype]
     graph_rows = padded_rows(max_num_seqs)
@@ -74,9 +79,31 @@ def gpu_runtime(
         context=CONTEXT_BYTES,
         workspaces=NUM_STREAMS * WORKSPACE_BYTES,
         activations=token_bytes * max_num_batched_tokens * HELD_TIMES // HELD_SHARE,
-        graphs=graph_rows * (token_bytes + args.vocab_size * LOGIT_BYTES),
+        graphs=graph_rows * (token_bytes + args.vocab_size * LOGIT_BYTES)
+        + (_pieces(args, dtype, max_num_batched_tokens, token_bytes) if experts_inside and not args.sparse else 0),
         logits=num_logits * (LOGIT_BYTES + SAMPLING_BYTES) + PROMPT_LOGITS * (LOGIT_BYTES + SAMPLING_BYTES),
     )
+
+
+def _pieces(args: ModelArgs, dtype: str, max_num_batched_tokens: int, token_bytes: int) -> int:
+    """Return the bytes of graphs of pieces, of a stage with all layers.
+
+    Mistral 7B in bfloat16: 8 sizes of 33 graphs are 16.5 MiB. 512 tokens have 54 MiB within a piece, and 14 between pieces:
+    hidden states, queries, keys, values, what attention returns (4096 + 4096 + 2 x 1024 + 4096 numbers) and two of 8 bytes.
+    """
+    num_rows, num_sizes = piece_sizes(max_num_batched_tokens)
+    values = args.latent.kv_lora_rank if args.latent else args.head_dim
+    between = args.dim + (args.n_heads + args.n_kv_heads * (1 if args.latent else 2)) * args.head_dim + args.n_heads * values
+    return num_rows * (token_bytes + between * DTYPE_BYTES[dtype] + 2 * 8) + num_sizes * (args.n_layers + 1) * GRAPH_BYTES
+
+
+def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
+    """Return the most tokens of a step of pieces, with padding, and how many sizes there are; see ``piecewise_graphs``.
+
+    100 tokens are padded to 128, the second size.
+    """
+    num_sizes = -(-min(max_num_batched_tokens, MAX_PIECE_TOKENS) // PIECE_STEP)
+    return num_sizes * PIECE_STEP, num_sizes
 
 
 def padded_rows(num_seqs: int) -> int:

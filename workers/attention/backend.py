@@ -136,18 +136,29 @@ class CachedAttention:
         assert index is None
         assert k_TGd is not None
         assert v_TGd is not None
-        split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
-        outs = []
+        outs = self._attend(layer, q_THd, k_TGd, v_TGd)
+        if len(outs) == 1:
+            return outs[0]
+        width = min(out.shape[2] for out in outs)  # of latent attention some kernels compute the numbers of the values alone
+        return torch.cat([out[..., :width] for out in outs])
+
+    def into(self, out_THc: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        """Write to ``out_THc`` what a call returns, of each head so many numbers as there is room for."""
+        width, start = out_THc.shape[2], 0
+        for out in self._attend(layer, q_THd, k_TGd, v_TGd):
+            out_THc[start : start + len(out)] = out[..., :width]
+            start += len(out)
+
+    def _attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> list[Tensor]:
+        """Return attended values of the chunks and of the single tokens, of those that there are."""
+        split, window_class, outs = self.index.num_prefill_tokens, self.cache.class_of[layer], []
         if (prefill := self.index.prefill[window_class]) is not None:
             outs.append(self._prefill(layer, prefill, q_THd[:split], k_TGd[:split], v_TGd[:split]))
         rows_W, tokens_W = self._written[window_class]
         self.kernels.write(self.cache.layers[layer], rows_W, k_TGd, v_TGd, tokens_W)
         if self.index.decode[window_class] is not None:
             outs.append(self.attend_written(layer, q_THd[split:]))
-        if len(outs) == 1:
-            return outs[0]
-        width = min(out.shape[2] for out in outs)  # of latent attention some kernels compute the numbers of the values alone
-        return torch.cat([out[..., :width] for out in outs])
+        return outs
 
     def rotate_and_write(self, layer: int, qkv_BHd: Tensor, cos_Bd: Tensor, sin_Bd: Tensor) -> Tensor | None:
         """Write the row's keys and values and return its queries [B, Q, d], rotated, where one kernel does all of that.

@@ -13,6 +13,7 @@ Shape letters: B decodes with padding, D model width, V vocabulary size.
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ Compute = Callable[[], Tensor]
 # Records what a device computes; what is returned computes the same again, from what is then in the same memory. Its result is
 # overwritten by the next call, also of another recording.
 GraphCapture = Callable[[Compute], Compute]
+Cut = Callable[[], None]
+# The same in pieces: a recording ends wherever what is computed calls the function that it is given, and another begins. What is
+# returned computes the pieces again, if all of them are called in their order; the last one returns the result.
+PiecewiseCapture = Callable[[Callable[[Cut], Tensor]], list[Compute]]
 Size = tuple[int, tuple[int, ...]]  # decodes, and pages of a table for each window class, 0 where kernels need no tables
 
 
@@ -59,10 +64,16 @@ class CudaGraphCapture:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
-        """Record a CUDA graph. The current stream stays what it was, also after an error.
+        """Record a CUDA graph."""
+        (graph,) = self.in_pieces(lambda _cut: compute())
+        return graph
 
-        If CUDA aborts a capture, torch leaves this thread on the capture's stream, and what is computed next would not wait
-        for what other threads launch on the usual one.
+    def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
+        """Record a CUDA graph, or several one after the other. The current stream stays what it was, also after an error.
+
+        Tensors may be made in one graph and read in later ones. Their memory is of the pool, and what is recorded later takes
+        it when they are no longer referred to, as within one graph. If CUDA aborts a capture, torch leaves this thread on
+        the capture's stream, and what is computed next would not wait for what other threads launch on the usual one.
         """
         stream = torch.cuda.current_stream()
         try:
@@ -70,27 +81,41 @@ class CudaGraphCapture:
         finally:
             torch.cuda.set_stream(stream)
 
-    def _capture(self, compute: Compute) -> Compute:
+    def _capture(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):  # kernels are compiled, libraries allocate their buffers
-                compute()
+                compute(lambda: None)
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
-            # Other threads may use CUDA during the capture.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = compute()
+            with ExitStack() as recording:
+
+                def begin() -> None:
+                    graphs.append(torch.cuda.CUDAGraph())
+                    # Other threads may use CUDA during the capture.
+                    graph = torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode="thread_local")
+                    recording.enter_context(graph)
+
+                def cut() -> None:
+                    recording.close()
+                    begin()
+
+                begin()
+                out = compute(cut)
         except BaseException:
             # torch 2.12 and 2.13 free the stream's workspaces with a graph, also those that other graphs use.
-            self._failed.append(graph)
+            self._failed += graphs
             raise
 
-        def replay() -> Tensor:
-            graph.replay()
-            return out
+        def replay_of(graph: torch.cuda.CUDAGraph) -> Compute:
+            def replay() -> Tensor:
+                graph.replay()
+                return out
 
-        return replay
+            return replay
+
+        return [replay_of(graph) for graph in graphs]
 
 
 class CudaGraphRunner:

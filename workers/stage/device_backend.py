@@ -22,7 +22,7 @@ from tramontane.workers.kernels.row_invariance import refusal, triton_refusal
 from tramontane.workers.kernels.row_products import RowProducts, triton_products
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import kernel_for
-from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
+from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture, PiecewiseCapture
 from tramontane.workers.weights.quantize import NUMBER_DTYPES
 
 
@@ -30,7 +30,8 @@ from tramontane.workers.weights.quantize import NUMBER_DTYPES
 class DeviceBackend:
     """The kernels, fused operations, graph capture and events of a device.
 
-    ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
+    ``graph_capture`` is None if steps of decodes are computed like all others, ``piecewise_capture`` if layers are in steps with
+    prompts, ``make_event`` if the device is synchronous.
     ``row_products`` replace those of linear layers and experts; without them ``selector`` chooses,
     on a GPU. ``has_exact_sums``: see ``token_logprobs``; ``choose_tokens``: see ``sample``, for the last stage.
     """
@@ -43,6 +44,7 @@ class DeviceBackend:
     has_exact_sums: bool = False
     selector: KernelSelector = WITHOUT_MEMORY
     choose_tokens: ChooseTokens | None = None
+    piecewise_capture: PiecewiseCapture | None = None
 
     @property
     def pads_decodes(self) -> bool:
@@ -83,12 +85,19 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     if device.type != "cuda":
         return DeviceBackend(select_kernels(plan, device, KernelSelector.of_device(device)), native_ops(plan.args, dtype))
     with torch.cuda.device(device):  # events and graphs belong to the current one
+        capture = CudaGraphCapture()
         if plan.batch_invariant:
-            return row_wise_backend(plan, device, CudaGraphCapture(), DeviceEvent)
+            return replace(row_wise_backend(plan, device, capture, DeviceEvent), piecewise_capture=capture.in_pieces)
         selector = KernelSelector.of_device(device)
         kernels, ops = select_kernels(plan, device, selector), compile_ops(plan.args, device, dtype)
         return DeviceBackend(
-            kernels, ops, CudaGraphCapture(), DeviceEvent, selector=selector, choose_tokens=_sampler(plan, device)
+            kernels,
+            ops,
+            capture,
+            DeviceEvent,
+            selector=selector,
+            choose_tokens=_sampler(plan, device),
+            piecewise_capture=capture.in_pieces,
         )
 
 

@@ -13,6 +13,7 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import PLACEHOLDER_TOKEN, MicroBatch, StepResult
+from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.attention.sparse_attention import make_attend
@@ -34,6 +35,7 @@ from tramontane.workers.stage.batch_invariance import check_batch_invariance
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for, compile_native_kernels
 from tramontane.workers.stage.last_stage import LastStage
+from tramontane.workers.stage.piecewise_graphs import PiecewiseGraphRunner
 from tramontane.workers.stage.stage_numerics import stage_numerics
 from tramontane.workers.stage.step_profiler import StepProfiler
 from tramontane.workers.stage.step_record import NO_RECORDER, ExpertChoiceRecorder, StepTimer, expert_choice_recorder
@@ -89,7 +91,7 @@ class StageWorker:
         self.rotary_tables = make_rotary_tables(plan.args, self.dtype, frequencies, cos_sin)
         # The tokens that the last stage has sampled; the only stage of a pipeline also embeds them (else see ``fill_in``).
         self.latest_tokens = LatestTokens(plan.max_num_seqs + 1, self.table.slots, self.device) if plan.is_last else None
-        self.graphs = self._graph_runner()
+        self.graphs, self.pieces = self._graph_runners()
         self.last_stage = None
         if self.latest_tokens is not None:
             sampling = self.backend.has_exact_sums, self.backend.choose_tokens
@@ -156,6 +158,8 @@ class StageWorker:
         with self._inference_context():
             if self.graphs is not None:
                 self.graphs.prepare()
+            if self.pieces is not None:
+                self.pieces.prepare()
 
     @property
     def has_experts(self) -> bool:
@@ -243,7 +247,9 @@ class StageWorker:
             if (done := self._replay_graph(step)) is not None:
                 return self._pending_outcome(step, done)
             metadata = self._attention_metadata(batch)
-            hidden_TD = self.model(*self._layer_inputs(step, metadata), step.choices.record)
+            hidden_TD = self._replay_pieces(step, metadata)
+            if hidden_TD is None:
+                hidden_TD = self.model(*self._layer_inputs(step, metadata), step.choices.record)
             return self._finish(step, metadata, hidden_TD)
 
     def step_coroutine(
@@ -267,18 +273,21 @@ class StageWorker:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _graph_runner(self) -> CudaGraphRunner | None:
-        """None if the device has no graphs, or the groups of the experts or the chosen keys must be known on the host."""
-        graph_capture, experts = self.backend.graph_capture, self.model.experts
-        if (
-            graph_capture is None
-            or self.plan.args.sparse
-            or (self.plan.args.moe and (experts is None or not experts.is_graph_safe))
-        ):
-            return None
-        kernels = self.backend.kernels
-        tokens = self.latest_tokens if self.plan.is_first else None
-        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, kernels, graph_capture, tokens)
+    def _graph_runners(self) -> tuple[CudaGraphRunner | None, PiecewiseGraphRunner | None]:
+        """Return those of decodes and of steps with prompts.
+
+        None if the device has no graphs, or the groups of the experts or the chosen keys must be known on the host.
+        """
+        backend, experts = self.backend, self.model.experts
+        if self.plan.args.sparse or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
+            return None, None
+        graphs = pieces = None
+        if backend.graph_capture is not None:
+            state, tokens = (self.cache, self.table), self.latest_tokens if self.plan.is_first else None
+            graphs = CudaGraphRunner(self.plan, self.model, *state, backend.kernels, backend.graph_capture, tokens)
+        if backend.piecewise_capture is not None:
+            pieces = PiecewiseGraphRunner(self.plan, self.model, backend.piecewise_capture, self.device)
+        return graphs, pieces
 
     def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
         if self.profiler is not None:
@@ -303,6 +312,16 @@ class StageWorker:
             return None
         self.table.flush()
         return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
+
+    def _replay_pieces(self, step: _Step, metadata: AttentionMetadata) -> Tensor | None:
+        """Compute the layers by CUDA graphs around attention; None if a sequence wants its expert choices, or without graphs."""
+        if self.pieces is None or not self.pieces.has_size_for(step.batch.num_tokens) or step.choices is not NO_RECORDER:
+            return None
+        begin_T = self._incoming_hidden(step)
+        step.timer.start()
+        if begin_T is None:
+            begin_T = self._token_ids(step.batch, metadata)
+        return self.pieces.run(begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels))
 
     def _incoming_hidden(self, step: _Step) -> Tensor | None:
         if step.incoming is None:

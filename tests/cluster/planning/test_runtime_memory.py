@@ -29,6 +29,7 @@ from tramontane.cluster.planning.runtime_memory import (
     config_runtime,
     gpu_runtime,
     padded_rows,
+    piece_sizes,
     widest_activations,
 )
 from tramontane.proto.byte_size import GIB
@@ -41,7 +42,7 @@ from tramontane.workers.sampling import logprobs
 from tramontane.workers.sampling.integer_sampler import choose_plainly
 from tramontane.workers.sampling.logprobs import token_logprobs
 from tramontane.workers.sampling.sampler import sample
-from tramontane.workers.stage import cuda_graphs
+from tramontane.workers.stage import cuda_graphs, piecewise_graphs
 
 MISTRAL = PRESETS["mistral-7b-v0.1"]
 
@@ -108,16 +109,18 @@ def test_logits_of_prompts_are_counted_as_they_are_scored(has_exact_sums: bool) 
 
 def test_the_sums_are_those_of_the_example() -> None:
     found = gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128)
-    logits = 128 * 32_000 + 2**22
+    logits, kept = 128 * 32_000 + 2**22, 8 * 33 * 2**16
+    pieces = 512 * (55_296 + 14_336) * 2 + 512 * 16 + kept
+    assert round(pieces / MIB, 1) == 84.5
     assert found.as_data() == {
         "context": 800 * MIB,
         "workspaces": 64 * MIB,
         "activations": 432 * MIB * 9 // 2,
-        "graphs": int(13.5 * MIB) + int(15.625 * MIB),
+        "graphs": int(13.5 * MIB) + int(15.625 * MIB) + pieces,
         "logits": 52 * logits,
         "total": found.total,
     }
-    assert found.total == 800 * MIB + 64 * MIB + 1944 * MIB + int(29.125 * MIB) + 52 * logits
+    assert found.total == 800 * MIB + 64 * MIB + 1944 * MIB + int(29.125 * MIB) + pieces + 52 * logits
     assert (LOGIT_BYTES, SAMPLING_BYTES) == (4, 48)
 
 
@@ -147,6 +150,31 @@ def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
 def test_graphs_have_room_for_the_most_decodes() -> None:
     for number in range(1, 600):
         assert cuda_graphs.padded_rows(number) <= padded_rows(number) < number + 16
+
+
+def test_pieces_have_room_for_their_largest_step() -> None:
+    for number in range(1, 3000):
+        sizes = piecewise_graphs.piece_sizes(number)
+        assert piece_sizes(number) == (sizes[-1], len(sizes))
+
+
+def test_models_without_graphs_of_pieces_need_no_memory_for_them() -> None:
+    """Experts on actors and sparse attention; between pieces latent attention has one vector of each key and value."""
+    mixtral, latent = PRESETS["mixtral-8x7b"], PRESETS["mistral-small-4-119b"]
+
+    def graphs(args: ModelArgs, **options: bool) -> int:
+        return gpu_runtime(args, "bfloat16", 1024, 16, num_sampled=16, **options).graphs
+
+    decodes = 16 * (widest_activations(mixtral, experts_inside=False) * 2 + mixtral.vocab_size * 4)
+    assert graphs(mixtral, experts_inside=False) == decodes
+    large = PRESETS["mistral-large-4-1t"]
+    assert graphs(large) == 16 * (widest_activations(large, experts_inside=True) * 2 + large.vocab_size * 4)
+    assert latent.latent is not None
+    widest = widest_activations(latent, experts_inside=True)
+    between = latent.dim + (latent.n_heads + 1) * latent.head_dim + latent.n_heads * latent.latent.kv_lora_rank
+    kept = 8 * (latent.n_layers + 1) * 2**16
+    pieces = 512 * (widest + between) * 2 + 512 * 16 + kept
+    assert graphs(latent) == 16 * (widest * 2 + latent.vocab_size * 4) + pieces
 
 
 @pytest.mark.parametrize(("memory", "runtime", "usable"), [(80, None, 72), (80, 3, 72), (20, 3, 17), (30, 3, 27), (2, 3, 0)])

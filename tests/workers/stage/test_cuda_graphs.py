@@ -1,20 +1,18 @@
 """Recorded steps of decodes, on the CPU: the operations that ran once are run again, on the same memory and with nothing else."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
+from graph_tape import Replays
 from harness import PROMPTS, run_in_process
 from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
@@ -28,81 +26,16 @@ from tramontane.workers.attention.sdpa_backend import GatheredKeys, PagedDecode,
 from tramontane.workers.kernels.fused_ops import EAGER
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation, PendingOutcome
-from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, padded_rows
+from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture, Cut, padded_rows
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader
 
-# What the host reads of a device by ``item``, ``bool``, ``nonzero``, ``tolist`` and ``numpy``.
-READS_OF_THE_HOST = {
-    *(torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default),
-    *(torch.ops.aten.nonzero.default, torch.ops.aten.resolve_conj.default),
-}
 WINDOWS = [
     pytest.param((24,) * 3, id="windowed"),
     pytest.param((None,) * 3, id="full"),
     pytest.param((24, None, 40), id="interleaved"),
 ]
-
-
-class _Call(NamedTuple):
-    operation: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    done: object  # what it returned
-
-
-class Tape(TorchDispatchMode):
-    """The operations of torch that run within it, which can be run again on what is then in the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: list[_Call] = []
-
-    def __torch_dispatch__(
-        self,
-        operation: Callable[..., object],
-        _types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        assert operation not in READS_OF_THE_HOST, "a CUDA graph cannot contain it"
-        done = operation(*args, **(kwargs or {}))
-        self._calls.append(_Call(operation, args, kwargs or {}, done))
-        return done
-
-    def replay(self, result: Tensor) -> object:
-        """Run all of it again. Returns what has become of ``result``, a tensor that was computed."""
-        anew: dict[int, object] = {}  # by what was computed first; other tensors are memory that stays where it is
-
-        def newest(tensor: Tensor) -> object:
-            return anew.get(id(tensor), tensor)
-
-        for operation, args, kwargs, first in self._calls:
-            done = operation(*tree_map_only(Tensor, newest, args), **tree_map_only(Tensor, newest, kwargs))
-            anew.update(zip(map(id, tree_leaves(first)), tree_leaves(done), strict=True))
-        return newest(result)
-
-
-class Replays:
-    """A ``GraphCapture`` as a CUDA graph is one: nothing of Python runs again, so numbers of the host stay what they were."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_replayed = 0
-
-    def __call__(self, compute: Compute) -> Compute:
-        self.num_recorded += 1
-        compute()
-        with Tape() as tape:
-            first = compute()
-
-        def replay() -> Tensor:
-            self.num_replayed += 1
-            out = tape.replay(first)
-            assert isinstance(out, Tensor)
-            return out
-
-        return replay
 
 
 def _recording(plan: PipelinePlan, args: ModelArgs, recorder: Replays) -> list[StageWorker]:
@@ -262,14 +195,16 @@ class _FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, breaks: bool) -> None:
         self.current, self.breaks = self.stream("usual"), breaks
+        self.graphs: list[SimpleNamespace] = []
+        self.replayed: list[int] = []
         fakes: dict[str, object] = {
             "graph_pool_handle": lambda: (0, 0),
             "Stream": lambda: self.stream("warm-up"),
             "current_stream": lambda: self.current,
             "set_stream": self.set_stream,
             "stream": self.on,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-            "graph": lambda *_, **__: self.recording(),
+            "CUDAGraph": self.graph,
+            "graph": lambda graph, *_, **__: self.recording(graph),
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -280,6 +215,11 @@ class _FakeCuda:
     def set_stream(self, stream: SimpleNamespace) -> None:
         self.current = stream
 
+    def graph(self) -> SimpleNamespace:
+        name = len(self.graphs)
+        self.graphs.append(SimpleNamespace(name=name, replay=lambda: self.replayed.append(name)))
+        return self.graphs[-1]
+
     @contextmanager
     def on(self, stream: SimpleNamespace) -> Iterator[None]:
         before, self.current = self.current, stream
@@ -289,8 +229,9 @@ class _FakeCuda:
             self.current = before
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        before, self.current = self.current, self.stream("recording")
+    def recording(self, graph: SimpleNamespace) -> Iterator[None]:
+        assert not self.current.name.startswith("recording"), "one recording begins when the last one has ended"
+        before, self.current = self.current, self.stream(f"recording {graph.name}")
         yield
         if self.breaks:
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -307,7 +248,28 @@ def test_whatever_becomes_of_a_recording_the_thread_continues_where_it_was(monke
 
     with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
         CudaGraphCapture()(compute)
-    assert seen == ["warm-up", "warm-up", "recording"]
+    assert seen == ["warm-up", "warm-up", "recording 0"]
+    assert cuda.current.name == "usual"
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_pieces_are_recorded_one_after_the_other(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+    cuda, seen = _FakeCuda(monkeypatch, breaks=breaks), []
+
+    def compute(cut: Cut) -> Tensor:
+        for _ in range(2):
+            seen.append(cuda.current.name)
+            cut()
+        seen.append(cuda.current.name)
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
+        pieces = CudaGraphCapture().in_pieces(compute)
+        for piece in pieces:
+            assert torch.equal(piece(), torch.ones(1))
+    of_graphs = ["recording 0"] if breaks else ["recording 0", "recording 1", "recording 2"]
+    assert seen == ["warm-up"] * 6 + of_graphs
+    assert cuda.replayed == ([] if breaks else [0, 1, 2])
     assert cuda.current.name == "usual"
 
 

@@ -45,8 +45,8 @@ from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.integer_sampler import ChooseTokens
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.sampling.triton_sampler import choose_tokens
-from tramontane.workers.stage import device_backend
-from tramontane.workers.stage.cuda_graphs import Compute
+from tramontane.workers.stage import device_backend, piecewise_graphs
+from tramontane.workers.stage.cuda_graphs import Compute, Cut
 from tramontane.workers.stage.device_backend import DeviceBackend, row_wise_backend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.loader import allocate_contiguous
@@ -62,6 +62,12 @@ MAX_ROW_WISE_LAUNCHES = {"dense": 10, "experts": 26}
 # Of a step with chunks and single tokens: four products, two norms, the rotation, attention of both, their outputs together, the
 # write to the cache and silu_and_mul.
 MAX_MIXED_LAYER_LAUNCHES = 12
+# The same with graphs of pieces: a piece, attention of both, the write, and both outputs copied to where the next piece begins.
+MAX_PIECEWISE_LAYER_LAUNCHES = 6
+# Tokens and positions to where the first piece begins, and the last piece; what comes out of it.
+MAX_PIECEWISE_BEGIN_LAUNCHES, MAX_PIECEWISE_END_LAUNCHES = 2, 2
+# In the graphs, of a layer: four products, two norms, the rotation, silu_and_mul, and copies of queries, keys and values.
+MAX_PIECE_KERNELS = 11
 # Three to fill in sampled tokens, their cache rows, a copy of their page rings, embedding, cos_sin, counters of parts, padding,
 # the last sum, norm, product and conversion to float32.
 MAX_OTHER_LAUNCHES = 13
@@ -76,6 +82,7 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.graphs: list[Counter[str]] = []
+        self.pieces: list[Counter[str]] = []  # of each size, all together
         self._is_fused = False
 
     def __torch_dispatch__(
@@ -122,6 +129,16 @@ class LaunchCounter(TorchDispatchMode):
         self.graphs.append(self.launches)
         return compute
 
+    def in_pieces(self, compute: Callable[[Cut], Tensor]) -> list[Compute]:
+        """Take the place of ``CudaGraphCapture.in_pieces``. A piece that is replayed counts as one kernel, "graph"."""
+        cuts: list[None] = []
+        self.launches = Counter()
+        with self:
+            out = compute(lambda: cuts.append(None))
+        self.pieces.append(self.launches)
+        self.launches = Counter()
+        return [self.count_once("graph", lambda: out)] * (len(cuts) + 1)
+
 
 def _with_small_batch_kernels(stacks: Mapping[int, StackedExperts], *_: object) -> dict[int, StackedExperts]:
     """Take the place of ``with_gpu_kernels``, which tries and times them."""
@@ -147,7 +164,8 @@ def _fastest(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
     decode = next(iter(split_k_kernels(1, plan.args.n_kv_heads).values()))
     kernels = AttentionKernels(OnePrefill(counter), decode, write=write_rows, read=read_rows, read_back=read_back)
     kernels = replace(kernels, cache_rows=cache_rows, rotate_and_write=rotate_and_write)
-    return DeviceBackend(kernels, fused_ops._with_triton_norms(compiled), counter.capture)
+    ops = fused_ops._with_triton_norms(compiled)
+    return DeviceBackend(kernels, ops, counter.capture, piecewise_capture=counter.in_pieces)
 
 
 def _row_wise(plan: StagePlan, counter: LaunchCounter) -> DeviceBackend:
@@ -171,6 +189,7 @@ def _worker(
     monkeypatch.setattr(pinned_memory, "PinnedTransfer", OtherMemory)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: counter.count_triton(kernel, *given, **options))
     monkeypatch.setattr(moe, "with_gpu_kernels", _with_small_batch_kernels)
+    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)  # there are no numbers
     plan = tiny_plan(args, 1, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).stages[0]
     with META:
         model = StageModel(args, plan.layers).eval().bfloat16()
@@ -182,10 +201,21 @@ def _worker(
     return StageWorker(plan, model, "meta", backend=make_backend(plan, counter))
 
 
-def _mixed_launches(args: ModelArgs, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str = "auto") -> Counter[str]:
-    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled."""
-    counter = LaunchCounter()
+def _mixed_launches(
+    args: ModelArgs,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str = "auto",
+    counter: LaunchCounter | None = None,
+) -> Counter[str]:
+    """Return the kernels of a step with a chunk of 20 tokens and two single ones, of which none is sampled.
+
+    With a counter the pieces are recorded before, and what they are made of is counted there.
+    """
+    is_piecewise, counter = counter is not None, counter or LaunchCounter()
     worker = _worker(args, counter, monkeypatch, kv_cache_dtype)
+    if is_piecewise:
+        worker.prepare()
+        counter.launches = Counter()
     worker.fence(0)
     sizes, first_pages, chunks = (20, 1, 1), iter((0, 2, 3)), []
     for seq_id, size in enumerate(sizes):
@@ -279,6 +309,30 @@ def test_a_step_with_prompts_and_decodes_launches_few_kernels(monkeypatch: pytes
     layer = more - fewer
     assert layer.total() <= MAX_MIXED_LAYER_LAUNCHES, layer
     assert (layer["prefill"], layer["cat"], layer["triton_cache._write"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_step_with_prompts_and_decodes_launches_half_as_many_with_pieces(
+    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and what it reads and writes are launched as before, all else is one graph of each layer and one more."""
+    few, many = (tiny_args(n_layers=n, moe=False, window=None) for n in (LAYERS, LAYERS + 1))
+    kernels = [LaunchCounter(), LaunchCounter()]
+    fewer, more = (
+        _mixed_launches(args, monkeypatch, kv_cache_dtype, counter) for args, counter in zip((few, many), kernels, strict=True)
+    )
+    layer, is_fp8 = more - fewer, kv_cache_dtype == "fp8"
+    assert layer.total() <= MAX_PIECEWISE_LAYER_LAUNCHES + is_fp8, layer
+    assert (layer["graph"], layer["prefill"], layer["copy_"]) == (1, 1, 2)
+    assert fewer["graph"] == LAYERS + 1
+    eager, eager_more = (_mixed_launches(args, monkeypatch, kv_cache_dtype) for args in (few, many))
+    eager_layer = eager_more - eager
+    outside = fewer.total() - LAYERS * layer.total()
+    begin_and_end = MAX_PIECEWISE_BEGIN_LAUNCHES + MAX_PIECEWISE_END_LAUNCHES
+    assert outside <= eager.total() - LAYERS * eager_layer.total() + begin_and_end, "index tensors are made as before"
+    assert 2 * layer.total() <= eager_layer.total() + is_fp8
+    of_pieces = kernels[1].pieces[0] - kernels[0].pieces[0]
+    assert of_pieces.total() <= MAX_PIECE_KERNELS, of_pieces
 
 
 def test_keys_and_values_in_fp8_take_one_kernel_more_in_a_step_with_prompts_and_none_in_others(

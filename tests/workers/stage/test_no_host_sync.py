@@ -25,7 +25,9 @@ from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import pinned_memory as pinned
 from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage import piecewise_graphs
 from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.cuda_graphs import Compute, Cut, PiecewiseCapture
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.loader import allocate_contiguous
@@ -66,15 +68,15 @@ class InPlace(PagedDecode):
         return super().build_mask(index)
 
 
-def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
+def _worker(stage: StagePlan, args: ModelArgs, *, is_piecewise: bool = False) -> StageWorker:
     """Its experts together, as grouped products want them."""
     with META:
         model = StageModel(args, stage.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, stage.layers), stage.weight_format, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
-    return StageWorker(
-        stage, model, "meta", backend=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), graph_capture=Once())
-    )
+    kernels = AttentionKernels(SdpaPrefill(), InPlace())
+    backend = DeviceBackend(kernels, graph_capture=Once(), piecewise_capture=Once().in_pieces if is_piecewise else None)
+    return StageWorker(stage, model, "meta", backend=backend)
 
 
 def _batches(sampling: SamplingParams, latest: int) -> Iterator[MicroBatch]:
@@ -113,3 +115,32 @@ def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
                 unread = worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))
             assert (unread.hidden_TD is None) == stage.is_last
         assert len(worker.graphs.sizes) == 1
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_steps_with_prompts_by_pieces_wait_for_nothing_either(
+    num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded may move nothing at all; what is tried at load begins with random numbers of the host."""
+    monkeypatch.setattr(pinned, "PinnedTransfer", OtherMemory)
+    monkeypatch.setattr(piecewise_graphs, "assert_close_norm", lambda *_: None)  # there are no numbers
+    args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
+    for stage in tiny_plan(args, num_stages, dtype="bfloat16", max_num_batched_tokens=128).stages:
+        worker = _worker(stage, args, is_piecewise=True)
+        assert worker.pieces is not None
+        record = worker.pieces._capture
+
+        def watched(compute: Callable[[Cut], Tensor], record: PiecewiseCapture = record) -> list[Compute]:
+            with OnePlace():
+                return record(compute)
+
+        worker.pieces._capture = watched
+        worker.prepare()
+        assert worker.pieces.sizes == [64, 128]
+        worker.fence(0)
+        monkeypatch.setattr(worker.model, "forward", None)  # every step is pieces, or a graph
+        for batch in list(_batches(SAMPLINGS[0], latest=PLACEHOLDER_TOKEN if num_stages == 1 else 4))[:3]:
+            hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
+            with OnePlace():
+                worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))
