@@ -12,7 +12,9 @@ import pytest
 import torch
 
 BENCH = Path(__file__).parent / "bench" / "gpu_rows.py"
-GROUPS = "logits,masks,replay,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"
+GROUPS = (
+    "logits,masks,replay,pieces,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"
+)
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -61,19 +63,21 @@ def test_a_missing_gpu_is_an_error() -> None:
     assert done.stderr.splitlines()[-1] == "no GPU is available; --small --device cpu tries the program on a CPU"
 
 
-def test_a_nan_fails_the_check_in_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("check_of", "logits_of"), [("replay_check", "forced_logits"), ("pieces_check", "prompt_logits")])
+def test_a_nan_fails_the_check_in_any_step(check_of: str, logits_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replayed step, a later one, or none has logits that are NaN."""
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_checks
 
     steps, computed = [torch.ones(3), torch.ones(3)], [torch.ones(3), torch.ones(3)]
-    runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, backend=SimpleNamespace(graph_capture=None)))
+    backend = SimpleNamespace(graph_capture=None, piecewise_capture=None)
+    runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, pieces=None, backend=backend))
     monkeypatch.setattr(gpu_checks, "running", lambda *_, **__: nullcontext(runner))
     for wrong in (None, 0, 1):
         replayed = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]
         results = itertools.cycle([replayed, computed])
-        monkeypatch.setattr(gpu_checks, "forced_logits", lambda *_, results=results: next(results))
-        (check,) = gpu_checks.replay_check("cpu", True)
+        monkeypatch.setattr(gpu_checks, logits_of, lambda *_, results=results: next(results))
+        (check,) = getattr(gpu_checks, check_of)("cpu", True)
         assert check.holds == (wrong is None)
 
 

@@ -89,7 +89,7 @@ PARTS = {
         120, (sys.executable, *PYTEST, *(str(HERE.parent / "workers" / name) for name in GPU_TESTS)), writes_rows=False
     ),
     "masks": Part(90, _rows("masks")),
-    "replay": Part(60, _rows("replay")),
+    "replay": Part(60, _rows("replay,pieces")),
     "mistral": Part(120, _rows("mistral")),
     "profile": Part(75, _program("gpu_kernels.py", "profile")),
     "logits": Part(180, _rows("logits")),

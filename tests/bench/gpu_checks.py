@@ -26,6 +26,7 @@ from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 from tramontane.workers.sampling.draft_verifier import SampledRows
 from tramontane.workers.sampling.token_sampler import SampledTokens
 from tramontane.workers.stage.cuda_graphs import padded_rows
+from tramontane.workers.stage.piecewise_graphs import MAX_TOKENS, piece_sizes
 from tramontane.workers.weights import loader, random_checkpoint
 from tramontane.workers.weights.random_checkpoint import random_pieces
 from tramontane.workers.weights.tensor_spec import TensorSpec
@@ -37,6 +38,7 @@ TRIED_PARTS = (1, 4, 32)  # of the keys of a token: each takes seconds to compil
 # (start, tokens) of chunks: first and later ones, shorter and longer than the windows
 CHUNKS = [(0, 700), (90, 2), (3000, 250), (4100, 33)]
 BATCHES = (1, 3, 8, 9, 16, 17)
+PIECE_LENGTHS = (5, 32, 33, 100, 250)  # of two prompts
 POSITIONS = [0, 1, 15, 16, 63, 1000, 4095, 4096, 5001]
 
 
@@ -248,11 +250,34 @@ def forced_logits(runner: Runner, batch: int) -> list[Tensor]:
     return logits
 
 
+def pieces_check(device: str, small: bool) -> Iterator[Check]:
+    """Compare the logits of prompts by piecewise CUDA graphs with those of eager steps, at worst of several lengths."""
+    with running(four_layers(small), device, max_num_seqs=5, max_len=512) as runner:
+        worker, worst = runner.worker, 0.0
+        for length in PIECE_LENGTHS:
+            replayed = prompt_logits(runner, length)
+            pieces, worker.pieces = worker.pieces, None
+            differences = (relative(a, b) for a, b in zip(replayed, prompt_logits(runner, length), strict=True))
+            worst = max(worst, *differences, key=_badness)
+            worker.pieces = pieces
+        yield Check("piecewise CUDA graphs: logits of prompts against eager steps, at worst", worst, MAX_DIFFERENCE)
+        if worker.backend.piecewise_capture is not None:
+            missing = set(piece_sizes(MAX_TOKENS)) - set(pieces.sizes if pieces is not None else ())
+            yield Check("piecewise CUDA graphs: sizes that could not be captured", float(len(missing)), 1.0)
+
+
+def prompt_logits(runner: Runner, length: int) -> list[Tensor]:
+    """Return the logits of the ends of two prompts in one step."""
+    with recorded_logits(runner) as logits:
+        runner.prefill(2, length, 2 * length)
+    return logits
+
+
 def sanitizer_check() -> Iterator[Check]:
     """Count the errors that compute-sanitizer finds in a small model, its masks and its CUDA graphs."""
     if shutil.which("compute-sanitizer") is None:
         raise UnavailableError("compute-sanitizer is not installed")
-    program = [sys.executable, str(Path(__file__).with_name("gpu_rows.py")), "--small", "--only", "masks,replay"]
+    program = [sys.executable, str(Path(__file__).with_name("gpu_rows.py")), "--small", "--only", "masks,replay,pieces"]
     done = subprocess.run(["compute-sanitizer", *program], capture_output=True, text=True, check=False, timeout=400)
     if (summary := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:
         raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from gpu_checks import Check, logits_check, mask_checks, replay_check, sanitizer_check
+from gpu_checks import Check, logits_check, mask_checks, pieces_check, replay_check, sanitizer_check
 from gpu_invariance import invariance_checks, invariance_cost
 from gpu_peers import against_mistral_inference, against_transformers
 from gpu_pipeline import stages_on_one_gpu
@@ -36,6 +36,7 @@ CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
     "logits": lambda size: logits_check(size.device, size.small),
     "masks": lambda size: mask_checks(size.device, size.small),
     "replay": lambda size: replay_check(size.device, size.small),
+    "pieces": lambda size: pieces_check(size.device, size.small),
     "invariance": lambda size: invariance_checks(size.device, size.small),
     "sanitizer": lambda _size: sanitizer_check(),
 }

@@ -61,7 +61,8 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever been used.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._failed: list[torch.cuda.CUDAGraph] = []
+        # All that were begun: torch 2.12 and 2.13 free the stream's workspaces with a graph, also those that other graphs use.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, compute: Compute) -> Compute:
         """Record a CUDA graph."""
@@ -88,25 +89,21 @@ class CudaGraphCapture:
                 compute(lambda: None)
         torch.cuda.current_stream().wait_stream(self._stream)
         graphs: list[torch.cuda.CUDAGraph] = []
-        try:
-            with ExitStack() as recording:
+        with ExitStack() as recording:
 
-                def begin() -> None:
-                    graphs.append(torch.cuda.CUDAGraph())
-                    # Other threads may use CUDA during the capture.
-                    graph = torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode="thread_local")
-                    recording.enter_context(graph)
+            def begin() -> None:
+                graphs.append(torch.cuda.CUDAGraph())
+                self._graphs.append(graphs[-1])
+                # Other threads may use CUDA during the capture.
+                graph = torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode="thread_local")
+                recording.enter_context(graph)
 
-                def cut() -> None:
-                    recording.close()
-                    begin()
-
+            def cut() -> None:
+                recording.close()
                 begin()
-                out = compute(cut)
-        except BaseException:
-            # torch 2.12 and 2.13 free the stream's workspaces with a graph, also those that other graphs use.
-            self._failed += graphs
-            raise
+
+            begin()
+            out = compute(cut)
 
         def replay_of(graph: torch.cuda.CUDAGraph) -> Compute:
             def replay() -> Tensor:

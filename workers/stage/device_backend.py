@@ -87,7 +87,7 @@ def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     with torch.cuda.device(device):  # events and graphs belong to the current one
         capture = CudaGraphCapture()
         if plan.batch_invariant:
-            return replace(row_wise_backend(plan, device, capture, DeviceEvent), piecewise_capture=capture.in_pieces)
+            return row_wise_backend(plan, device, capture, DeviceEvent, capture.in_pieces)
         selector = KernelSelector.of_device(device)
         kernels, ops = select_kernels(plan, device, selector), compile_ops(plan.args, device, dtype)
         return DeviceBackend(
@@ -115,7 +115,11 @@ def check_fp8_support(label: str, capability: tuple[int, int]) -> None:
 
 
 def row_wise_backend(
-    plan: StagePlan, device: torch.device, graph_capture: GraphCapture | None = None, make_event: RecordEvent | None = None
+    plan: StagePlan,
+    device: torch.device,
+    graph_capture: GraphCapture | None = None,
+    make_event: RecordEvent | None = None,
+    piecewise_capture: PiecewiseCapture | None = None,
 ) -> DeviceBackend:
     """Return a backend of Triton's kernels in which what is computed for a token does not depend on the other tokens.
 
@@ -140,7 +144,14 @@ def row_wise_backend(
         ops = replace(row_wise_ops(), apply_rotary=triton_cache.apply_rotary)
         try_ops(ops, plan.args, device, getattr(torch, plan.dtype))
         return DeviceBackend(
-            kernels, ops, graph_capture, make_event, products, has_exact_sums=True, choose_tokens=_sampler(plan, device)
+            kernels,
+            ops,
+            graph_capture,
+            make_event,
+            products,
+            has_exact_sums=True,
+            choose_tokens=_sampler(plan, device),
+            piecewise_capture=piecewise_capture,
         )
     except Exception as error:  # compilers, drivers and imports raise errors of any kind
         raise triton_refusal(plan.label, error) from error

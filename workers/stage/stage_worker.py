@@ -314,14 +314,18 @@ class StageWorker:
         return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
 
     def _replay_pieces(self, step: _Step, metadata: AttentionMetadata) -> Tensor | None:
-        """Compute the layers by CUDA graphs around attention; None if a sequence wants its expert choices, or without graphs."""
-        if self.pieces is None or not self.pieces.has_size_for(step.batch.num_tokens) or step.choices is not NO_RECORDER:
+        """Compute the layers of a step with prompts by CUDA graphs around attention, unless a sequence wants its expert choices.
+
+        Returns the hidden states after them, or None if the step has to be computed eagerly.
+        """
+        batch, pieces = step.batch, self.pieces
+        if pieces is None or not batch.chunks or not pieces.has_size_for(batch.num_tokens) or step.choices is not NO_RECORDER:
             return None
         begin_T = self._incoming_hidden(step)
         step.timer.start()
         if begin_T is None:
-            begin_T = self._token_ids(step.batch, metadata)
-        return self.pieces.run(begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels))
+            begin_T = self._token_ids(batch, metadata)
+        return pieces.run(begin_T, metadata.positions, CachedAttention(self.cache, metadata, self.backend.kernels))
 
     def _incoming_hidden(self, step: _Step) -> Tensor | None:
         if step.incoming is None:

@@ -1,6 +1,8 @@
 """Recorded steps of decodes, on the CPU: the operations that ran once are run again, on the same memory and with nothing else."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -190,6 +192,10 @@ def test_a_kernel_that_finds_pages_has_graphs_of_one_width() -> None:
     assert recorder.num_replayed > 0
 
 
+class _FakeGraph(SimpleNamespace):
+    """Unlike its base it can be referred to weakly."""
+
+
 class _FakeCuda:
     """Streams of one thread, and a recording that CUDA breaks off: torch then leaves the thread where the recording was."""
 
@@ -217,7 +223,7 @@ class _FakeCuda:
 
     def graph(self) -> SimpleNamespace:
         name = len(self.graphs)
-        self.graphs.append(SimpleNamespace(name=name, replay=lambda: self.replayed.append(name)))
+        self.graphs.append(_FakeGraph(name=name, replay=lambda: self.replayed.append(name)))
         return self.graphs[-1]
 
     @contextmanager
@@ -271,6 +277,18 @@ def test_pieces_are_recorded_one_after_the_other(monkeypatch: pytest.MonkeyPatch
     assert seen == ["warm-up"] * 6 + of_graphs
     assert cuda.replayed == ([] if breaks else [0, 1, 2])
     assert cuda.current.name == "usual"
+
+
+def test_graphs_that_are_not_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would free what other graphs of the stream use."""
+    cuda = _FakeCuda(monkeypatch, breaks=False)
+    capture = CudaGraphCapture()
+    capture.in_pieces(lambda cut: (cut(), torch.ones(1))[1])
+    kept = [weakref.ref(graph) for graph in cuda.graphs]
+    cuda.graphs.clear()
+    gc.collect()
+    assert all(graph() is not None for graph in kept)
+    assert len(kept) == 2
 
 
 class _Refuses:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,12 +31,14 @@ def test_a_backend_of_a_gpu_has_the_selector_that_has_chosen_its_attention(
     choices, seen = KernelChoices("a GPU", tmp_path), list[tuple[str, object]]()
     monkeypatch.setattr(KernelChoices, "of_device", lambda device: seen.append(("choices", device)) or choices)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: None)
+    capture = SimpleNamespace(in_pieces=object())
+    monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
     monkeypatch.setattr(device_backend, "select_kernels", lambda *given: seen.append(("by", given[2])) or cpu_kernels())
     backend = backend_for(tiny_plan(ARGS).stages[0], GPU)
     assert backend.selector == KernelSelector(cuda_seconds, choices)
     assert seen == [("choices", "cuda"), ("by", backend.selector)]
+    assert (backend.graph_capture, backend.piecewise_capture) == (capture, capture.in_pieces)
     backend_for(tiny_plan(ARGS).stages[0], CPU)
     assert seen[2:] == [("choices", "cpu"), ("by", KernelSelector(cpu_seconds, choices))]
 

@@ -81,7 +81,7 @@ def _assert_same(plan: PipelinePlan, sampling: SamplingParams = GREEDY, **option
     assert answers[0] == answers[1]
     assert loads[0] == loads[1], "neither padding nor what was tried is counted"
     assert recorder.num_recorded == len(piece_sizes(budget)) * sum(len(stage.layers) + 1 for stage in plan.stages)
-    assert recorder.num_replayed > 2 * recorder.num_recorded, "recorded once, tried once, and used"
+    assert recorder.num_replayed > recorder.num_recorded, "tried once, and used"
 
 
 @pytest.mark.parametrize(("name", "num_stages"), [(name, 1 + i % 3) for i, name in enumerate(WITH_GRAPHS)])
@@ -237,6 +237,14 @@ def test_steps_whose_expert_choices_are_wanted_are_computed_as_before() -> None:
     assert recorder.num_replayed == before
 
 
+def test_steps_of_decodes_alone_have_no_pieces() -> None:
+    recorder, plan = Replays(), _plan(tiny_args(n_layers=3, moe=False))
+    (worker,) = _workers(plan, _backend(recorder))
+    before = recorder.num_replayed
+    run_in_process(plan, [worker], [[1]], GREEDY, budget=BUDGET)
+    assert recorder.num_replayed == before + 4, "of the prompt"
+
+
 @pytest.mark.parametrize("args", [sparse_args(), tiny_args(n_layers=2)], ids=["sparse attention", "experts one by one"])
 def test_models_whose_layers_wait_for_the_device_have_none(args: ModelArgs) -> None:
     plan, recorder = _plan(args), Replays()
@@ -280,6 +288,20 @@ def test_pieces_that_do_not_work_are_not_used_and_that_is_said_once(refuses: boo
     assert why in record.getMessage()
     assert workers[0].pieces is not None
     assert workers[0].pieces.sizes == []
+
+
+def _leaking(x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
+    """A product in which what is not a number in one row is so in all."""
+    return _row_by_row(x_CK, weight_NK, scale_N) + 0 * x_CK.sum()
+
+
+def test_pieces_in_which_padding_reaches_other_rows_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    backend = replace(_backend(Replays()), row_products=RowProducts(_leaking, _in_groups))
+    with caplog.at_level(logging.WARNING, logger=LOGGER):
+        (worker,) = _workers(_plan(tiny_args(n_layers=2, moe=False)), backend)
+    assert worker.pieces is not None
+    assert worker.pieces.sizes == []
+    assert "differs by nan" in caplog.text
 
 
 @pytest.mark.parametrize("is_row_wise", [False, True])

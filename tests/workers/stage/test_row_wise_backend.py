@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,11 +67,14 @@ def test_only_what_is_required_to_be_invariant_is(monkeypatch: pytest.MonkeyPatc
         DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode())),
     )
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: None)
+    capture = SimpleNamespace(in_pieces=object())
+    monkeypatch.setattr(device_backend, "CudaGraphCapture", lambda: capture)
     monkeypatch.setattr(KernelChoices, "of_device", lambda _: None)  # there is no GPU that could be named
     monkeypatch.setattr(device_backend, "select_kernels", lambda *_: fastest)
     monkeypatch.setattr(device_backend, "compile_ops", lambda *_: EAGER)
-    monkeypatch.setattr(device_backend, "row_wise_backend", lambda *_: row_wise)
+    monkeypatch.setattr(
+        device_backend, "row_wise_backend", lambda *given: row_wise if given[2::2] == (capture, capture.in_pieces) else None
+    )
     backend = backend_for(tiny_plan(ARGS, batch_invariant=wanted).stages[0], GPU)
     assert (backend is row_wise) is (wanted is True)
     assert (backend.kernels is fastest) is (wanted is not True)
