@@ -102,6 +102,39 @@ def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool
         assert str(parsed["model"]).startswith("/models/") == (small or "/models/" in " ".join(flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "is_on_gpu"),
+    [
+        (["one"], 1, True),
+        (["one"], 0, None),
+        (["one", "--small"], 0, False),
+        (["one", "--small", "--device", "cpu"], 1, False),
+        (["where"], 0, True),
+    ],
+)
+def test_without_a_gpu_only_small_models_are_served(
+    gpu_server: ModuleType,
+    flags: list[str],
+    num_gpus: int,
+    is_on_gpu: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The real ones would be computed by the CPU for hours. What finds a GPU can be asked anywhere."""
+    ran: list[bool] = []
+    monkeypatch.setattr(gpu_server, "num_visible_gpus", lambda: num_gpus)
+    monkeypatch.setitem(gpu_server.PARTS, flags[0], lambda report: ran.append(report.is_on_gpu))
+    monkeypatch.setattr(sys, "argv", ["gpu_server.py", *flags])
+    if is_on_gpu is None:
+        with pytest.raises(SystemExit) as ended:
+            gpu_server.main()
+        assert ended.value.code == 2
+    else:
+        assert gpu_server.main() == 0
+    assert ran == ([] if is_on_gpu is None else [is_on_gpu])
+    assert ("no GPU is available" in capsys.readouterr().err) is (num_gpus == 0 and flags[0] == "one")
+
+
 def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     report = gpu_server.Report(file, True, False)
