@@ -51,6 +51,15 @@ def test_no_step_is_larger_than_a_micro_batch_may_be(max_tokens: int) -> None:
     assert min(length for lengths in _lengths(plan) for length in lengths) > 0
 
 
+def test_a_cache_with_few_pages_has_all_that_are_written() -> None:
+    """Fewer than a sequence of the greatest length has, as sequences share them: some are written twice."""
+    plan = _plan()
+    few = replace(plan, cache=replace(plan.cache, classes=tuple(replace(each, num_pages=3) for each in plan.cache.classes)))
+    for number in range(len(few.cache.classes)):
+        chunks = [chunk for run in warm_up_runs(few, 0) for batch in run for chunk in batch.chunks]
+        assert {page for chunk in chunks for page in chunk.new_pages[number]} == {0, 1, 2}
+
+
 def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
     assert not any(batch.decodes.seq_ids for run in warm_up_runs(_plan(max_num_seqs=1), 0) for batch in run)
 
