@@ -35,6 +35,7 @@ def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> Non
     assert last.decodes.seq_ids == (0, 1)
     samplings = {chunk.sampling.temperature > 0 for run in warm_up_runs(_plan(), 0) for chunk in run[0].chunks if chunk.sampling}
     assert samplings == {True, False}
+    assert all(chunk.needs_sample for run in warm_up_runs(_plan(), 0) for batch in run for chunk in batch.chunks)
 
 
 @pytest.mark.parametrize(("max_len", "longest"), [(10**6, 4096), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
