@@ -166,16 +166,16 @@ def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_pa
 
 
 def test_figures_of_a_load(gpu_server: ModuleType) -> None:
-    """Two streams of three tokens: 1, 2 and 4 s after their start, and 2, 2 and 6; a third one failed."""
+    """Two streams of three tokens: 1, 1 and 4 s after their start, and 2, 2 and 6; a third one failed."""
     import gpu_server_load as load
 
-    good = [load.Trace(0.0, [1.0, 2.0, 4.0], [5, 6, 7]), load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7])]
+    good = [load.Trace(0.0, [1.0, 1.0, 4.0], [5, 6, 7]), load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7])]
     row = load.load_row(load.Load(3, 10, 3), [*good, load.Trace(0.0, [1.0], [5], "503")], 6.0)
     assert (row["failed"], row["errors"]) == (1, ["503"])
     assert (row["out_per_s"], row["all_per_s"]) == (1.0, round(26 / 6, 1))
     assert row["first_ms"] == [2000, 2000]
     assert row["token_ms"] == [2000, 2000], "1.5 and 2 s"
-    assert row["event_gap_ms"] == [1000, 2000, 4000], "1, 2 and 4 s; two tokens in one event are none"
+    assert row["event_gap_ms"] == [3000, 4000, 4000], "3 and 4 s; two tokens in one event are none"
 
 
 @pytest.mark.parametrize(("since", "longest"), [(0.0, 5.0), (11.5, 5.0), (14.0, 3.0), (17.0, 0.0)])
