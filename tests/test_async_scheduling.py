@@ -189,3 +189,6 @@ def test_the_first_of_several_stages_takes_tokens_from_the_result_of_the_step_be
     assert first.fill_in(known, StepResult(0, 0, (50, 60), ())) is known
     with pytest.raises(StaleEpochError):
         first.fill_in(replace(batch, epoch=1), StepResult(1, 0, (50, 60), ()))
+    for not_the_one_before in (StepResult(0, 1, (50, 60), ()), StepResult(1, 0, (50, 60), ())):
+        with pytest.raises(AssertionError):
+            first.fill_in(batch, not_the_one_before)

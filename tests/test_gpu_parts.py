@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,30 @@ def test_every_part_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path, monkeypatch: 
     times = [row["step_ms"] for row in report["host"]["rows"] if row["what"] == "decode"]
     assert len(times) == 2
     assert all(each["whole"] >= each["device"] > 0 for each in times)
+
+
+def test_a_copy_that_is_not_installed_has_its_packages_and_its_version(tmp_path: Path) -> None:
+    """``gpu_bare.sh`` with a program in Python's place, which says what it is given: all that a server asks for."""
+    asked = """
+import importlib.metadata, json, sys
+from importlib.util import find_spec
+folder = str(importlib.metadata.distribution("tramontane").locate_file(""))
+names = [f"tramontane.{name}" for name in ("proto", "workers", "router", "cluster", "client", "llm")]
+inside = [next(iter(find_spec(name).submodule_search_locations)).startswith(folder) for name in names]
+print(json.dumps([importlib.metadata.version("tramontane"), folder, inside, sys.argv[1:], sys.path]))
+"""
+    (tmp_path / "asked.py").write_text(asked)
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/asked.py" "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": "/packages"}
+    command = ["sh", str(BENCH / "gpu_bare.sh"), "--parts", "serve-one"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    version, folder, inside, arguments, path = json.loads(done.stdout)
+    assert version == tomllib.loads((BENCH.parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    assert folder.startswith(str(tmp_path))
+    assert inside == [True] * 6
+    assert arguments == [str(BENCH / "gpu.py"), "--parts", "serve-one"]
+    assert "/packages" in path
 
 
 def test_the_commit_of_a_checkout(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

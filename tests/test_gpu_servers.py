@@ -102,6 +102,39 @@ def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool
         assert str(parsed["model"]).startswith("/models/") == (small or "/models/" in " ".join(flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "is_on_gpu"),
+    [
+        (["one"], 1, True),
+        (["one"], 0, None),
+        (["one", "--small"], 0, False),
+        (["one", "--small", "--device", "cpu"], 1, False),
+        (["where"], 0, True),
+    ],
+)
+def test_without_a_gpu_only_small_models_are_served(
+    gpu_server: ModuleType,
+    flags: list[str],
+    num_gpus: int,
+    is_on_gpu: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The real ones would be computed by the CPU for hours. What finds a GPU can be asked anywhere."""
+    ran: list[bool] = []
+    monkeypatch.setattr(gpu_server, "num_visible_gpus", lambda: num_gpus)
+    monkeypatch.setitem(gpu_server.PARTS, flags[0], lambda report: ran.append(report.is_on_gpu))
+    monkeypatch.setattr(sys, "argv", ["gpu_server.py", *flags])
+    if is_on_gpu is None:
+        with pytest.raises(SystemExit) as ended:
+            gpu_server.main()
+        assert ended.value.code == 2
+    else:
+        assert gpu_server.main() == 0
+    assert ran == ([] if is_on_gpu is None else [is_on_gpu])
+    assert ("no GPU is available" in capsys.readouterr().err) is (num_gpus == 0 and flags[0] == "one")
+
+
 def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     report = gpu_server.Report(file, True, False)
@@ -133,16 +166,16 @@ def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_pa
 
 
 def test_figures_of_a_load(gpu_server: ModuleType) -> None:
-    """Two streams of three tokens: 1, 2 and 4 s after their start, and 2, 2 and 6; a third one failed."""
+    """Two streams of three tokens: 1, 1 and 4 s after their start, and 2, 2 and 6; a third one failed."""
     import gpu_server_load as load
 
-    good = [load.Trace(0.0, [1.0, 2.0, 4.0], [5, 6, 7]), load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7])]
+    good = [load.Trace(0.0, [1.0, 1.0, 4.0], [5, 6, 7]), load.Trace(0.0, [2.0, 2.0, 6.0], [5, 6, 7])]
     row = load.load_row(load.Load(3, 10, 3), [*good, load.Trace(0.0, [1.0], [5], "503")], 6.0)
     assert (row["failed"], row["errors"]) == (1, ["503"])
     assert (row["out_per_s"], row["all_per_s"]) == (1.0, round(26 / 6, 1))
     assert row["first_ms"] == [2000, 2000]
     assert row["token_ms"] == [2000, 2000], "1.5 and 2 s"
-    assert row["event_gap_ms"] == [1000, 2000, 4000], "1, 2 and 4 s; two tokens in one event are none"
+    assert row["event_gap_ms"] == [3000, 4000, 4000], "3 and 4 s; two tokens in one event are none"
 
 
 @pytest.mark.parametrize(("since", "longest"), [(0.0, 5.0), (11.5, 5.0), (14.0, 3.0), (17.0, 0.0)])
@@ -168,7 +201,8 @@ def test_the_table_of_the_committed_reports(table: ModuleType) -> None:
         "| Mistral 7B | load, 64 streams | 2,280 out/s | 2,280 out/s | at least 3,200 out/s | NO | 19.4 ms a token; first ",
         "| two stages on the GPU | of the speed of one stage, 64 streams | 0.921 | 0.921 | at least 0.85 | yes | 2,099 over ",
         "| two stages, --batch-invariant | of the speed without --batch-invariant, 64 streams | | 0.528 | at least 0.75 | NO | ",
-        "| two stages, --batch-invariant | pause, kill -9 of stage process 0 | | 8.6 s | at most 5 s | NO | 0 of 16 ",
+        "| two stages, --batch-invariant | pause, kill -9 of stage process 0 | | 8.6 s | at most 5 s | NO | 0 of 16 "
+        "incomplete, 16 texts equal, 1 survived |",
         "| Mixtral 8x7B, FP8 | gap between events over a token, 64 streams | | 3.95 | at most 1.2 | NO | 162.94 over 41.27 ms |",
         "| two layers of Small 4 | loaded | | 99.4 s | at most 5 s | NO | |",
     )

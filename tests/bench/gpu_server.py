@@ -5,7 +5,8 @@
 Parts of ``gpu.py``, which gives each a process and a limit: ``serve-`` and the name. Models have random weights, equal
 in every process (seeded by the names of tensors), so tokens can be compared between servers and after restarts; those of the
 first server lie in a file below the folder of temporary files, which a small run has next to FILE. Parts with a server end with
-status 1 if a request failed, or if tokens differ that have to be equal. ``--small --device cpu`` tries a part on a CPU.
+status 1 if a request failed, or if tokens differ that have to be equal. ``--small --device cpu`` tries a part on a CPU, as
+``--small`` alone does where there is no GPU; a real model is not served there, and the status is 2.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from free_ports import free_port
 from gpu import end_children
 from gpu_server_load import GREEDY, SAMPLED, Load, Prompt, Sampling, Trace, compared, load_row, random_prompts, run_streams
 from targets import Target, at_most, exit_status
+
+from tramontane.workers.device.probe import num_visible_gpus
 
 TRAMONTANE = (sys.executable, "-m", "tramontane.cluster.cli")
 TEMPORARY = Path(tempfile.gettempdir())
@@ -430,7 +433,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    report = Report(options.json, options.small, options.device == "cuda")
+    is_on_gpu = options.device == "cuda"
+    if is_on_gpu and options.part != "where" and not num_visible_gpus():  # which says what finds a GPU and what does not
+        if not options.small:
+            parser.exit(2, "no GPU is available; --small tries a part on a CPU\n")
+        print("no GPU is available: the part runs on the CPU", file=sys.stderr, flush=True)
+        is_on_gpu = False
+    report = Report(options.json, options.small, is_on_gpu)
     PARTS[options.part](report)
     return exit_status(report.targets)
 

@@ -11,10 +11,20 @@ typedef struct {
 static const unsigned long long GIB = 1ull << 30, FIRST = 0x7f1234567000ull; /* a handle, which an int would cut */
 static const char *described(void) { return getenv("FAKE_NVML"); }
 
-int nvmlInit_v2(void) { return strcmp(described(), "broken") ? 0 : 9; /* NVML_ERROR_DRIVER_NOT_LOADED */ }
+static int num_users = 0;
+int num_initialized(void) { return num_users; } /* of this library alone */
+
+int nvmlInit_v2(void) {
+    if (!strcmp(described(), "broken")) return 9; /* NVML_ERROR_DRIVER_NOT_LOADED */
+    num_users++;
+    return 0;
+}
 int nvmlInit(void) { return nvmlInit_v2(); }
 int nvmlInitWithFlags(unsigned flags) { return flags ? 2 : nvmlInit_v2(); }
-int nvmlShutdown(void) { return 0; }
+int nvmlShutdown(void) {
+    num_users--;
+    return 0;
+}
 const char *nvmlErrorString(int code) { return code == 9 ? "driver not loaded" : "another error"; }
 
 int nvmlDeviceGetCount_v2(unsigned *count) {

@@ -53,7 +53,7 @@ def choose_tile(tiles: Sequence[Tile], num_rows: int, num_outputs: int, num_grou
 def edges(tiles: Sequence[Tile], num_outputs: int, num_groups: int = 1) -> tuple[int, ...]:
     """Return numbers of rows on both sides of every change of the tile, in rising order.
 
-    4096 outputs: 64 rows and 65, 256 and 257, 896 and 897.
+    4096 outputs: 64 rows and 65, 384 and 385, 896 and 897.
     """
     ends = (num_groups * each for each in (FEW_ROWS, *range(MANY_ROWS, MANY_ROWS * MAX_ROW_TILES, MANY_ROWS)))
 

@@ -7,12 +7,13 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from virtual_time import run_in_virtual_time
 
 from tramontane.cluster.common import load_meter
-from tramontane.cluster.common.load_meter import INTERVAL_S, CpuReader, CpuTimes, LoadMeter, next_level
+from tramontane.cluster.common.load_meter import FIND_EVERY, INTERVAL_S, CpuReader, CpuTimes, LoadMeter, next_level
 
 BEGIN = CpuTimes(at_s=100.0, loop_s=5.0, proxy_s=7.0, idle_s=1000.0, throttled_s=3.0, num_cores=4)
 
@@ -55,9 +56,11 @@ class Machine:
 
     def __init__(self) -> None:
         self.share, self.used_s, self.num_readings, self.fails = 0.0, 0.0, 0, False
+        self.num_searches = 0
 
     def find_proxy(self) -> None:
         """There is none."""
+        self.num_searches += 1
 
     def __call__(self) -> CpuTimes:
         if self.fails:
@@ -109,6 +112,28 @@ def test_the_level_follows_the_load_while_anything_watches() -> None:
             assert meter.level < 0.05
 
     run_in_virtual_time(scenario())
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_the_proxy_is_looked_for_again_as_it_may_have_been_replaced() -> None:
+    async def scenario() -> None:
+        machine = Machine()
+        with LoadMeter(machine).watching():
+            await _settle(2.5 * FIND_EVERY * INTERVAL_S)
+        assert machine.num_searches == 3
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_reading_is_of_this_thread_alone_and_a_core_that_waits_for_a_disk_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = SimpleNamespace(monotonic=lambda: 100.0, thread_time=lambda: 5.0, process_time=lambda: 50.0)
+    times = SimpleNamespace(idle=1000.0, iowait=20.0)
+    monkeypatch.setattr(load_meter, "time", clocks)
+    monkeypatch.setattr(load_meter.psutil, "cpu_times", lambda: times)
+    reading = CpuReader()()
+    assert (reading.at_s, reading.loop_s, reading.idle_s) == (100.0, 5.0, 1020.0)
+    del times.iowait  # not on every system
+    assert CpuReader()().idle_s == 1000.0
 
 
 @pytest.mark.usefixtures("no_threads")

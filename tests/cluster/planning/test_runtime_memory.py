@@ -124,6 +124,16 @@ def test_the_sums_are_those_of_the_example() -> None:
     assert (LOGIT_BYTES, SAMPLING_BYTES) == (4, 48)
 
 
+def test_the_widest_part_of_a_layer() -> None:
+    """Of Small 4 the experts, a shared one too, or without them attention; of Large 4 a dense layer, if it were wide."""
+    small, large = PRESETS["mistral-small-4-119b"], PRESETS["mistral-large-4-1t"]
+    assert widest_activations(small, experts_inside=True) == 3 * 4096 + 4 * (3 * 4096 + 3 * 2048) + 3 * 2048
+    attention = 32 * (128 + 256 + 2 * 320) + 2 * 320
+    assert widest_activations(small, experts_inside=False) == 3 * 4096 + attention
+    wide = replace(large, hidden_dim=100_000)
+    assert widest_activations(wide, experts_inside=True) == 3 * 6144 + 3 * 100_000
+
+
 def test_what_was_measured_is_less() -> None:
     """On an H100: two stages of a tiny model, and one with half of Mistral 7B, besides weights and cache, 2,794 MiB."""
     assert gpu_runtime(tiny_args(), "bfloat16", 512, 64, num_sampled=64).total > 840 * MIB

@@ -29,6 +29,7 @@ from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, Gathere
 from tramontane.workers.attention.triton_decode import PARTS_AT_A_TIME
 from tramontane.workers.attention.triton_latent import (
     LatentDecode,
+    LatentKernel,
     LatentPrefill,
     Tile,
     invariant_kernels,
@@ -246,6 +247,22 @@ def test_latent_models_have_candidates_of_their_own_and_no_others(monkeypatch: p
     prefills, decodes = _gpu_candidates(plan_of(*SMALL_4), CPU)
     assert decodes(4) == {}
     assert not any("latent" in name for name in prefills)
+
+
+def test_parts_of_a_batch_invariant_stage_have_256_keys_at_least() -> None:
+    kernel = invariant_kernels(plan_of(*SMALL_4), CPU).decode.kernel  # type: ignore[attr-defined]
+    assert (kernel.parts, kernel.least_blocks * kernel.tile.keys) == (16, 256)
+
+
+@pytest.mark.parametrize(("parts", "launches"), [(16, [(0, 3), (3, 3), (6, 3), (9, 1)]), (1, [(0, 10)])])
+def test_parts_have_a_bounded_memory(parts: int, launches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 tokens here, with 32 heads, 16 parts and 256 numbers of a value."""
+    found = list[tuple[int, int]]()
+    monkeypatch.setattr(triton_latent, "MAX_PART_NUMBERS", 3 * 32 * 16 * 256 + 1)
+    monkeypatch.setattr(LatentKernel, "_launch", lambda _self, *given: found.append(given[-2:]))
+    kernel = LatentKernel(256, 64, triton_latent.TILES[2, 256][0], parts)
+    kernel.attend(torch.zeros(10, 32, 320), torch.zeros(16, 1, 320), None)  # type: ignore[arg-type]
+    assert found == launches
 
 
 class _ValuesAlone(PagedDecode):

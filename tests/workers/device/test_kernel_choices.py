@@ -187,6 +187,15 @@ def test_a_source_with_another_name_is_another_platform(tmp_path: Path, monkeypa
     assert platform_of("cpu") == before, "what is compiled of them does not count"
 
 
+def test_on_gpus_threads_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of one GPU may have other numbers of them, and use the same choices."""
+    monkeypatch.setattr(kernel_choices, "device_numerics", lambda device: f"numerics of {device}")
+    before = platform_of("cuda:0")
+    assert before.startswith("numerics of cuda:0, sources ")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert platform_of("cuda:0") == before
+
+
 def test_on_cpus_threads_and_the_compiler_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = platform_of("cpu")
     with monkeypatch.context() as patch:

@@ -17,13 +17,14 @@ from tramontane.workers.device.probe import VisibleGpu, count_selected, num_visi
 GIB = 2**30
 UUIDS = ["GPU-a0000000-0000-0000-0000-000000000000", "GPU-b0000000-0000-0000-0000-000000000001"]
 OURS = """
-import json, sys
-from tramontane.workers.device.nvml import list_gpus
+import ctypes, json, sys
+from tramontane.workers.device.nvml import LIBRARY, list_gpus
 from tramontane.workers.device.probe import num_visible_gpus
 gpus = list_gpus()
 found = [] if gpus is None else [[gpu.uuid, gpu.name, gpu.memory, gpu.free] for gpu in gpus]
 count = num_visible_gpus()
 assert "torch" not in sys.modules
+assert ctypes.CDLL(LIBRARY).num_initialized() == 0
 print(json.dumps({"gpus": found, "is_known": gpus is not None, "visible": count}))
 """
 RAYS = """
@@ -72,6 +73,12 @@ def test_a_driver_without_gpus_and_one_that_does_not_work(library: Path) -> None
     assert _answers(OURS, library, "") == {"gpus": [], "is_known": True, "visible": 0}
     assert _answers(OURS, library, "broken") == {"gpus": [], "is_known": False, "visible": 0}
     assert _answers(RAYS, library, "broken") == 0
+
+
+@pytest.mark.parametrize("library", ["libc.so.6", "libtramontane-missing.so"])
+def test_a_library_of_another_kind_or_none_knows_no_gpus(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "LIBRARY", library)
+    assert nvml.list_gpus() is None
 
 
 @pytest.mark.parametrize(

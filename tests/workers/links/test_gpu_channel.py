@@ -74,9 +74,10 @@ def test_groups_that_connect_in_their_first_call_are_linked() -> None:
 class _StuckGroup(LazyGroup):
     """An end that never joins; its call ends when the test does."""
 
-    over = threading.Event()
+    has_called, over = threading.Event(), threading.Event()
 
     def _joined(self) -> Group:
+        self.has_called.set()
         self.over.wait()
         raise RuntimeError("the test is over")
 
@@ -86,6 +87,7 @@ def over(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Ends the calls of "stuck" groups, at the latest after the test."""
     event = threading.Event()
     monkeypatch.setattr(_StuckGroup, "over", event)
+    monkeypatch.setattr(_StuckGroup, "has_called", threading.Event())
     monkeypatch.setitem(process_group_channel.BACKENDS, "stuck", _StuckGroup)
     monkeypatch.setitem(process_group_channel.TIMEOUTS, "stuck", None)
     yield event
@@ -129,7 +131,10 @@ def test_an_end_that_fails_at_once_ends_the_wait_of_the_other(role: str, monkeyp
 
 def _backend_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(LazyGroup):
+        """It fails when the other end is in its call, as it learns of a neighbor that is gone before in another way."""
+
         def _joined(self) -> Group:
+            _StuckGroup.has_called.wait()
             raise RuntimeError("Duplicate GPU detected")
 
     monkeypatch.setitem(process_group_channel.BACKENDS, "broken", Broken)

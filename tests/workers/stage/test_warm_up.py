@@ -35,6 +35,7 @@ def test_prompts_of_every_length_come_alone_in_chunks_and_among_decodes() -> Non
     assert last.decodes.seq_ids == (0, 1)
     samplings = {chunk.sampling.temperature > 0 for run in warm_up_runs(_plan(), 0) for chunk in run[0].chunks if chunk.sampling}
     assert samplings == {True, False}
+    assert all(chunk.needs_sample for run in warm_up_runs(_plan(), 0) for batch in run for chunk in batch.chunks)
 
 
 @pytest.mark.parametrize(("max_len", "longest"), [(10**6, 4096), (4096, 4096), (4000, 4000), (15, 16), (1, 16)])
@@ -49,6 +50,15 @@ def test_no_step_is_larger_than_a_micro_batch_may_be(max_tokens: int) -> None:
     sizes = [batch.num_tokens for run in warm_up_runs(plan, 0) for batch in run]
     assert max(sizes) == max_tokens
     assert min(length for lengths in _lengths(plan) for length in lengths) > 0
+
+
+def test_a_cache_with_few_pages_has_all_that_are_written() -> None:
+    """Fewer than a sequence of the greatest length has, as sequences share them: some are written twice."""
+    plan = _plan()
+    few = replace(plan, cache=replace(plan.cache, classes=tuple(replace(each, num_pages=3) for each in plan.cache.classes)))
+    for number in range(len(few.cache.classes)):
+        chunks = [chunk for run in warm_up_runs(few, 0) for batch in run for chunk in batch.chunks]
+        assert {page for chunk in chunks for page in chunk.new_pages[number]} == {0, 1, 2}
 
 
 def test_a_server_of_one_sequence_has_no_decodes_next_to_a_prompt() -> None:
