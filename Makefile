@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -46,9 +46,14 @@ OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton
 	$(addprefix tests/workers/, attention/test_other_rows.py attention/test_native_decode.py attention/test_quantized_rows.py sampling/test_sampler.py model/test_grouped_gemm.py model/test_expert_kernels.py) \
 	tests/test_not_finite.py tests/test_fp8_cache.py \
 	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
+OLDER = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ -m "not ray"
+# Triton's interpreter adds in one order on every processor (tests/support/triton_on_cpu.py): once more at night is enough.
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \
-		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(OF_PRODUCTS)
+	$(OLDER) -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512 and not interpreted" \
+		$(OF_PRODUCTS)
+
+nightly-older-processor: $(STAMP)
+	$(OLDER) -k interpreted $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
 	$(PYTEST) -m "ray and not serve and not nightly" tests/cluster --ignore=tests/cluster/pipeline
@@ -65,7 +70,7 @@ test-serve-command: $(STAMP)
 # What a change of the product seldom breaks: tests of the tests' own tools and of benchmark programs, and the combinations of
 # parameters that tests marked pairwise leave out.
 nightly: $(STAMP)  ## tests of benchmark programs and of the tests' tools, and all combinations of parameters
-	@$(MAKE) --no-print-directory --keep-going nightly-plain nightly-ray
+	@$(MAKE) --no-print-directory --keep-going nightly-plain nightly-ray nightly-older-processor
 
 nightly-plain: $(STAMP)
 	$(PYTEST) -m "not ray and (nightly or pairwise)" --full-products $(PARALLEL)
