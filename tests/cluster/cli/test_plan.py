@@ -326,7 +326,6 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("memory", [["--gpu-memory", "80GiB"], []])
 @pytest.mark.parametrize("option", ["--gpus", "--stages", "--max-model-len", "--max-num-seqs", "--page-size"])
 @pytest.mark.parametrize("value", ["0", "-5", "1" + "0" * 12])
@@ -406,7 +405,6 @@ def test_an_unknown_quantization_is_named() -> None:
     assert "\n" not in message
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
     ("dtype", "quantize"),

@@ -121,7 +121,6 @@ def test_only_the_experts_that_a_token_uses_weigh() -> None:
     assert [m - d for m, d in zip(layer_costs(mixture), layer_costs(dense), strict=True)] == [gap] * 8
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("stored_as", [None, Quantization.FP8])
 @pytest.mark.parametrize("quantize", [None, *Quantization])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
