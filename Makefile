@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command quick check types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
+.PHONY: help demo test test-plain test-older-processor test-ray test-ray-pipeline test-serve test-serve-command nightly nightly-plain nightly-ray nightly-older-processor quick check lint types proto bench bench-serve bench-load bench-load-gpu bench-memory bench-int8 bench-products bench-scheduler bench-arithmetic bench-windows bench-latent bench-shared-experts bench-chat-apis bench-prefixes bench-speculation bench-async bench-invariance bench-link bench-calls bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-scale bench-overload bench-hostile bench-clocks bench-rolling bench-autoscale chaos ray-up soak bench-peers bench-agreement mutants clean
 
 $(STAMP): pyproject.toml
 	@echo "Installing Tramontane and its development tools in $(VENV), which takes some minutes the first time ..."
@@ -29,15 +29,15 @@ demo: $(STAMP)  ## four prompts through two stage actors
 # the lanes start hundreds of processes.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@ --durations=20 --durations-min=5
 PARALLEL = --numprocesses=logical --dist=loadfile
-OTHERS = test-serve-command test-ray-pipeline check
-test: $(STAMP)  ## all tests, ruff and types: tests without Ray on all cores, then two lanes with Ray
+OTHERS = test-serve-command test-ray-pipeline types
+test: $(STAMP) lint  ## ruff, all tests but the nightly ones, and types: tests without Ray on all cores, then two lanes with Ray
 	@$(MAKE) --no-print-directory --keep-going test-plain; plain=$$?; \
 	$(MAKE) --no-print-directory --keep-going $(OTHERS) > .test-others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory --keep-going test-serve test-ray test-older-processor; served=$$?; \
 	wait $$others; others=$$?; cat .test-others.log; test $$plain -eq 0 -a $$served -eq 0 -a $$others -eq 0
 
 test-plain: $(STAMP)
-	$(PYTEST) -m "not ray" $(PARALLEL)
+	$(PYTEST) -m "not ray and not nightly" $(PARALLEL)
 
 # Whose verdict rests on products, or on which kernels a processor gets; nothing here is compiled for GPUs a second time.
 OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton_attention.py \
@@ -46,21 +46,37 @@ OF_PRODUCTS = tests/test_batch_invariance.py tests/workers/attention/test_triton
 	$(addprefix tests/workers/, attention/test_other_rows.py attention/test_native_decode.py attention/test_quantized_rows.py sampling/test_sampler.py model/test_grouped_gemm.py model/test_expert_kernels.py) \
 	tests/test_not_finite.py tests/test_fp8_cache.py \
 	$(addprefix tests/workers/stage/test_, row_wise_backend.py stage_numerics.py)
+OLDER = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ -m "not ray"
+# Triton's interpreter adds in one order on every processor (tests/support/triton_on_cpu.py): once more at night is enough.
 test-older-processor: $(STAMP)  ## tests of kernels, batch invariance and selection as on a processor with AVX2 and no AVX-512
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tests/support/older_processor.py -m pytest -o cache_dir=.pytest_cache/$@ \
-		-m "not ray" -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512" $(OF_PRODUCTS)
+	$(OLDER) -k "not compile_for and not compiles_for and not without_a_gpu and not other_processors and not SSE and not AVX-512 and not interpreted" \
+		$(OF_PRODUCTS)
+
+nightly-older-processor: $(STAMP)
+	$(OLDER) -k interpreted $(OF_PRODUCTS)
 
 test-ray: $(STAMP)
-	$(PYTEST) -m "ray and not serve" tests/cluster --ignore=tests/cluster/pipeline
+	$(PYTEST) -m "ray and not serve and not nightly" tests/cluster --ignore=tests/cluster/pipeline
 
 test-ray-pipeline: $(STAMP)
-	$(PYTEST) -m "ray and not serve" tests/cluster/pipeline
+	$(PYTEST) -m "ray and not serve and not nightly" tests/cluster/pipeline
 
 test-serve: $(STAMP)
-	$(PYTEST) -m serve tests/cluster
+	$(PYTEST) -m "serve and not nightly" tests/cluster
 
 test-serve-command: $(STAMP)
-	$(PYTEST) -m ray --ignore=tests/cluster
+	$(PYTEST) -m "ray and not nightly" --ignore=tests/cluster
+
+# What a change of the product seldom breaks: tests of the tests' own tools and of benchmark programs, and the combinations of
+# parameters that tests marked pairwise leave out.
+nightly: $(STAMP)  ## tests of benchmark programs and of the tests' tools, and all combinations of parameters
+	@$(MAKE) --no-print-directory --keep-going nightly-plain nightly-ray nightly-older-processor
+
+nightly-plain: $(STAMP)
+	$(PYTEST) -m "not ray and (nightly or pairwise)" --full-products $(PARALLEL)
+
+nightly-ray: $(STAMP)
+	$(PYTEST) -m "ray and (nightly or pairwise)" --full-products
 
 ROOM ?= proto workers router cluster
 quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all cores: make quick ROOM=router
@@ -69,7 +85,9 @@ quick: $(STAMP)  ## ruff, mypy, and the tests of one room without Ray, on all co
 quick-tests: $(STAMP)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
-check: $(STAMP) types
+check: types lint
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -181,9 +199,6 @@ bench-overload: $(STAMP)  ## ten times the requests that the server can answer: 
 
 bench-hostile: $(STAMP)  ## streams while clients send the largest bodies of the worst shapes: the longest gap
 	$(BIN)/python tests/bench/hostile.py
-
-bench-journal: $(STAMP)  ## pause after the loss of a stage, without and with a journal of stage inputs
-	$(BIN)/python tests/bench/journal.py
 
 bench-rolling: $(STAMP)  ## rolling updates while streams run: failures, differences and pauses of streams
 	$(BIN)/python tests/bench/rolling.py

@@ -16,6 +16,7 @@ import reference
 import torch
 from hypothesis import HealthCheck, settings
 from lane_marks import NEEDED_MARKS, names_mark
+from pairwise import left_out
 from process_exit import exit_process
 
 try:
@@ -93,8 +94,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a mark that a file gets without naming it, also in lanes without the mark: no other lane would run that test."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a mark that a file gets without naming it, also in lanes without the mark: no other lane would run that test.
+
+    Then leave out the combinations of parameters whose pairs of values other combinations have.
+    """
     for mark in set(NEEDED_MARKS.values()):
         unnamed = {
             str(path) for path in {item.path for item in items if item.get_closest_marker(mark)} if not names_mark(path, mark)
@@ -103,6 +107,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"tests have the mark pytest.mark.{mark} without these words in their files: {sorted(unnamed)}"
             )
+    if not config.getoption("--full-products") and (without := left_out(items)):
+        config.hook.pytest_deselected(items=[item for item in items if item in without])
+        items[:] = [item for item in items if item not in without]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -118,9 +125,7 @@ def pytest_cmdline_main() -> Generator[None, int, int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-combination", action="store_true", help="expert actors: all stages, actors, replicas and links, not a few"
-    )
+    parser.addoption("--full-products", action="store_true", help="all combinations of parameters of tests marked pairwise")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.nightly
+
 BENCH = Path(__file__).parent / "bench"
 PROGRAMS = {path.stem for path in BENCH.glob("*.py") if "if __name__ ==" in path.read_text() and "peer_" not in path.name}
 WITHOUT_TARGETS = {"arithmetic", "expert_products", "gpu_kernels", "gpu_report", "gpu_sweeps", "scheduling"}
@@ -172,14 +174,6 @@ def _expert_kills(bench: Any, different: int = 0, pause: float = 1.0, pause_with
 
 def nullcontext_of(value: Any = None) -> Callable[..., Any]:  # noqa: ANN401
     return lambda *_args, **_kwargs: nullcontext(value)
-
-
-def _journal(bench: Any, modelled: float = 1.2, real: float = 1.2) -> Patches:  # noqa: ANN401
-    from journal_pauses import RealPauses
-
-    case = bench.Case("7B", 16, 1024, 0.0, modelled, 1.0, 1.0, 1.0, 0.1)
-    pauses = RealPauses("demo", 16, 1024, 0.0, real, 1.0, 1.0, 1.0, 1024, 1e-6, (1.0,) * 4)
-    return {"start_s": _returns(1.0), "measure": _returns((pauses, None)), "modelled": _returns([case])}
 
 
 def _overlap(bench: Any, measured: float = 101.0) -> Patches:  # noqa: ANN401
@@ -421,7 +415,6 @@ CASES = {
     "link": Case(_link, [{"hop": 1.01}, {"interval": 1.01}]),
     "experts": Case(_experts, [{"actors": 69.0}, {"two_open": 14.9}]),
     "expert_kills": Case(_expert_kills, [{"different": 1}, {"pause": 1.01}]),
-    "journal": Case(_journal, [{"modelled": 1.3, "real": 1.3}]),
     "overlap": Case(_overlap, [{"measured": 100.0}, {"measured": 99.0}]),
     "hostile": Case(_hostile, [{"attacked": 0.801}, {"failed": 1}, {"lag": 0.051}]),
     "overload": Case(_overload, [{"other": 1}, {"refusal": 50.1}, {"itl": 15.1}, {"late": 110.1}]),

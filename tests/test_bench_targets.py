@@ -14,6 +14,8 @@ from processor import describe_processor
 from rich.table import Table
 from targets import Target, as_data, at_least, at_most, conclude, exit_status, none_of
 
+pytestmark = pytest.mark.nightly
+
 BENCH = Path(__file__).parent / "bench"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCH.glob("*.py"))}
 # Programs that other ones run in an environment, to read what they print or write.

@@ -56,6 +56,7 @@ def test_no_coroutine_blocks(room: str) -> None:
     assert found == set()
 
 
+@pytest.mark.nightly
 def test_what_would_block_is_found() -> None:
     text = """
 async def f():

@@ -14,6 +14,8 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import open_engine
 from tramontane.proto.request import SamplingParams, SequenceRequest
 
+pytestmark = pytest.mark.nightly
+
 VOCABULARY = 1000
 TIED, APART = 10, 14  # with seed 777, the request with a tie at a gate, and the first place where the two experts' tokens differ
 TIED_TOKENS = 632, 763

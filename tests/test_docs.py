@@ -474,6 +474,7 @@ def test_the_routers_docstring_names_files_that_exist() -> None:
 # Planted faults
 
 
+@pytest.mark.nightly
 def test_a_planted_long_page_is_found() -> None:
     assert size_problems("x\n" * MAX_LINES) == []
     assert size_problems("x\n" * (MAX_LINES + 1)) == [f"251 lines; at most {MAX_LINES}"]
@@ -483,11 +484,13 @@ def test_a_planted_long_page_is_found() -> None:
 LONG = "word " * 25
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", [LONG, f"* {LONG}", f"    {LONG}", f"{LONG}[page](docs/index.md)", f"[page](x.md) {LONG}"])
 def test_a_planted_wide_line_is_found(line: str) -> None:
     assert wide_lines(f"# Title\n\n{line}\n") == [f"line 3: {len(line)} characters; at most {MAX_WIDTH}"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -504,6 +507,7 @@ def test_what_may_be_wide_is_no_fault(text: str) -> None:
     assert wide_lines(text) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("heading", "slug"),
     [
@@ -520,6 +524,7 @@ def test_slugs_are_githubs(heading: str, slug: str) -> None:
     assert slugs_of(heading) == {slug}
 
 
+@pytest.mark.nightly
 def test_a_second_heading_of_the_same_text_has_a_number_and_a_comment_in_code_is_none() -> None:
     assert slugs_of("# Limits\n## Limits\n```sh\n# no heading\n```\n### Limits\n") == {"limits", "limits-1", "limits-2"}
 
@@ -533,6 +538,7 @@ def page(tmp_path: Path) -> Path:
     return tmp_path / "docs" / "index.md"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -552,6 +558,7 @@ def test_a_planted_broken_link_is_found(text: str, page: Path) -> None:
     assert broken_links(page, text, page.parents[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -566,12 +573,14 @@ def test_a_good_link_is_no_fault(text: str, page: Path) -> None:
     assert broken_links(page, text, page.parents[1]) == []
 
 
+@pytest.mark.nightly
 def test_a_planted_page_that_no_index_has_is_found(page: Path) -> None:
     other, third = page.parent / "other page.md", page.parent / "third.md"
     assert unlinked([page, other, third], {page: "[other](other%20page.md)"}) == [other, third]
     assert unlinked([page, third], {page: "[third](third.md#limits)"}) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
@@ -586,6 +595,7 @@ def test_a_planted_path_that_is_not_there_is_found(text: str, missing: list[str]
     assert missing_paths(text, ROOT) == [f"line 1: {path} does not exist" for path in missing]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -602,6 +612,7 @@ def test_a_path_that_is_there_or_elsewhere_is_no_fault(text: str) -> None:
 MAKEFILE = "VENV := .venv\n.PHONY: demo test\n$(STAMP): x\n\ttouch $@\ndemo: $(STAMP)  ## text\nbench-gpu:\n\tpython\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     ["`make tset`", "```sh\nmake tset  # all\n```", "`make demo tset`", "```\n$ make -j2 tset\n```", "`cd x && make tset`"],
@@ -612,6 +623,7 @@ def test_a_planted_target_that_is_not_there_is_found(text: str) -> None:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text", ["`make demo`", "`make bench-gpu ROOM=router`", "to make certain", "`make TARGET`", "```python\nmake = 1\n```"]
 )
@@ -619,6 +631,7 @@ def test_a_target_that_is_there_is_no_fault(text: str) -> None:
     assert unknown_targets(text, targets_of(MAKEFILE)) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("block", "wrong"),
     [
@@ -641,6 +654,7 @@ def test_a_planted_command_that_is_not_there_is_found(block: str, wrong: str) ->
         assert [problem.partition(": ")[2] for problem in problems] == [wrong]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -656,11 +670,13 @@ def test_a_planted_flag_in_backticks_is_found(text: str, wrong: list[str]) -> No
     assert [problem.partition(": ")[2] for problem in found] == wrong
 
 
+@pytest.mark.nightly
 def test_a_planted_file_in_a_docstring_is_found() -> None:
     planted = (router.__doc__ or "").replace("engine/in_flight.py", "engine/in_fligth.py")
     assert missing_files(planted, ROOT) == ["router/engine/in_fligth.py"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -675,11 +691,13 @@ def test_a_planted_import_that_does_not_work_is_found(text: str, wrong: list[str
     assert wrong_imports(text) == wrong
 
 
+@pytest.mark.nightly
 def test_of_a_console_only_what_is_typed_is_read() -> None:
     assert wrong_commands("```console\n$ tramontane top --once\ntramontane nothing --at-all\n```", _program()) == []
     assert len(wrong_commands("```console\n$ tramontane nothing\n```", _program())) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "block",
     [
@@ -699,6 +717,7 @@ def test_a_command_that_is_there_is_no_fault(block: str) -> None:
 RECORDED = "# Speed\n\n`make x`. Recorded 2026-11-22, commit 1cca1e2. 2 cores{}. Demo\nmodel.\n\n| a |\n|---|\n| 5 ms |\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "named", ["of an EPYC (avx2)", "with AVX-512", "of Zen 4, avx512_bf16", "an NVIDIA H100", UNKNOWN, "modelled"]
 )
@@ -707,6 +726,7 @@ def test_a_figure_with_its_instructions_is_no_fault(named: str) -> None:
     assert figures_without_instructions(RECORDED.format(f", {named.replace(' ', chr(10))}")) == [], "over two lines"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("named", ["", " of an AMD EPYC", ", CPU model not recorded", ", machine not recorded"])
 def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
     paragraph, table = "line 3: figures without instructions", "line 6: a table without the processor's instructions above it"
@@ -715,6 +735,7 @@ def test_a_planted_figure_without_instructions_is_found(named: str) -> None:
     assert len(figures_without_instructions(before + RECORDED.replace("# ", "## ").format(named))) == 2, "of another section"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -728,10 +749,12 @@ def test_every_paragraph_with_figures_is_checked(text: str, wrong: list[str]) ->
     assert figures_without_instructions(text) == wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("word", [*WORDS, *PARTS, "Whoever", "goes\non"])
 def test_a_planted_word_is_found(word: str) -> None:
     assert banned_words(f"# Title\n\n`x` | {word} |\n") == [f"line 3: {' '.join(word.split())}"]
 
 
+@pytest.mark.nightly
 def test_other_words_and_code_are_no_fault() -> None:
     assert banned_words("indoor, outdoors, untold, lesson; the `door` of a log\n\n```\nnobody\n```\n") == []

@@ -7,6 +7,8 @@ import psutil
 import pytest
 from engine_process import EngineError, EngineProcess
 
+pytestmark = pytest.mark.nightly
+
 ECHO = """
 import json, os, sys
 print("loading ...")

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.nightly
+
 BENCH = Path(__file__).parent / "bench" / "gpu_rows.py"
 GROUPS = (
     "logits,masks,replay,pieces,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages,invariance,invariance-cost"

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 BENCH = Path(__file__).parent / "bench"
 OF_ROWS = "gpu_rows.py"
 LONG_S = 86_400  # of commands that hang

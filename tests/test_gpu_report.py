@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 TESTS = Path(__file__).parent
 COMMITTED = TESTS.parent / "docs" / "reports" / "h200-2026-11-26-1.json"
 

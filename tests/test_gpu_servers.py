@@ -36,6 +36,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return gpu_server_report
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.serve
 def test_servers_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_servers_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "| two stages, --batch-invariant | pause, kill -9 of stage process 0 | | " in shown
 
 
+@pytest.mark.nightly
 def test_every_part_is_known_to_the_driver(gpu_server: ModuleType) -> None:
     import gpu
 
@@ -78,6 +80,7 @@ def test_every_part_is_known_to_the_driver(gpu_server: ModuleType) -> None:
     assert not gpu.SERVERS.keys() & gpu.PARTS.keys(), "without --parts no server is started"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("small", [False, True])
 def test_serve_takes_the_flags_of_every_part(gpu_server: ModuleType, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, ...]] = []
@@ -135,6 +138,7 @@ def test_without_a_gpu_only_small_models_are_served(
     assert ("no GPU is available" in capsys.readouterr().err) is (num_gpus == 0 and flags[0] == "one")
 
 
+@pytest.mark.nightly
 def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     report = gpu_server.Report(file, True, False)
@@ -146,6 +150,7 @@ def test_a_row_that_does_not_hold_is_the_exit_status(gpu_server: ModuleType, tmp
     assert [row["holds"] for row in json.loads(file.read_text())] == [True, False, True]
 
 
+@pytest.mark.nightly
 def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
     """Nothing listens at this port: each stream says why, and none ends the others."""
     report = gpu_server.Report(None, True, False)
@@ -156,6 +161,7 @@ def test_streams_that_fail_are_counted(gpu_server: ModuleType) -> None:
     assert "ClientConnectorError" in row["errors"][0]
 
 
+@pytest.mark.nightly
 def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_path: Path) -> None:
     report = gpu_server.Report(None, True, False)
     with (
@@ -165,6 +171,7 @@ def test_a_server_that_does_not_start_is_an_error(gpu_server: ModuleType, tmp_pa
         pass
 
 
+@pytest.mark.nightly
 def test_figures_of_a_load(gpu_server: ModuleType) -> None:
     """Two streams of three tokens: 1, 1 and 4 s after their start, and 2, 2 and 6; a third one failed."""
     import gpu_server_load as load
@@ -178,6 +185,7 @@ def test_figures_of_a_load(gpu_server: ModuleType) -> None:
     assert row["event_gap_ms"] == [3000, 4000, 4000], "3 and 4 s; two tokens in one event are none"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("since", "longest"), [(0.0, 5.0), (11.5, 5.0), (14.0, 3.0), (17.0, 0.0)])
 def test_the_longest_gap_after_a_fault(gpu_server: ModuleType, since: float, longest: float) -> None:
     import gpu_server_load as load
@@ -185,6 +193,7 @@ def test_the_longest_gap_after_a_fault(gpu_server: ModuleType, since: float, lon
     assert load.Trace(10.0, [1.0, 2.0, 7.0], [1, 2, 3]).longest_gap(since) == longest
 
 
+@pytest.mark.nightly
 def test_where_texts_part(gpu_server: ModuleType) -> None:
     import gpu_server_load as load
 
@@ -192,6 +201,7 @@ def test_where_texts_part(gpu_server: ModuleType) -> None:
     assert row == {"equal": 1, "texts": 3, "first_difference": [0, 1]}
 
 
+@pytest.mark.nightly
 def test_the_table_of_the_committed_reports(table: ModuleType) -> None:
     first, second = (json.loads(path.read_text()) for path in REPORTS)
     lines = [*table.server_table([first, second], [first])]
@@ -210,6 +220,7 @@ def test_the_table_of_the_committed_reports(table: ModuleType) -> None:
         assert any(line.startswith(begin) for line in lines), begin
 
 
+@pytest.mark.nightly
 def test_sampled_and_greedy_with_the_same_prompts(table: ModuleType) -> None:
     def row(what: str, rate: float, **more: Any) -> dict[str, Any]:  # noqa: ANN401
         times = {"first_ms": [1.0, 2.0], "token_ms": [1.0, 1.0], "event_gap_ms": [1.0, 1.2, 3.0]}

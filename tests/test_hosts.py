@@ -11,6 +11,8 @@ import psutil
 import pytest
 from hosts import NAMESPACES, Host, namespaces_unavailable_reason, network
 
+pytestmark = pytest.mark.nightly
+
 if reason := namespaces_unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 

@@ -202,6 +202,7 @@ def test_each_rule_of_the_operator_is_checked(complaint: str) -> None:
     assert any(complaint in problem for problem in operators_complaints(service))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["spec.upgrades", "spec.rayClusterConfig.headGroupSpec.template.spec.volume"])
 def test_a_field_that_no_schema_names_is_found(path: str) -> None:
     service = copy.deepcopy(ray_service(overlay("demo")))

@@ -1,10 +1,14 @@
-"""The lanes of ``make test`` run every test exactly once: by folder, and by the marks ``ray`` and ``serve``."""
+"""The lanes of ``make test`` and ``make nightly`` run every test exactly once: by folder, and by marks.
+
+Those marked ``pairwise`` run in both, with some combinations of their parameters and with all.
+"""
 
 import ast
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,9 @@ from lane_marks import NEEDED_MARKS
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-MARKS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))  # which a test may have
+PLACES: tuple[frozenset[str], ...] = (frozenset(), frozenset({"ray"}), frozenset({"ray", "serve"}))
+MARKS = (*PLACES, *(marks | {"nightly"} for marks in PLACES))  # which a test may have, and pairwise
+NAMES = {"ray", "serve", "nightly", "pairwise"}
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,18 @@ class Lane:
     expression: str
     folders: tuple[str, ...]
     ignored: tuple[str, ...]
+    has_full_products: bool = False
 
     def runs(self, file: str, marks: frozenset[str]) -> bool:
         """Return whether the lane runs the tests of a file that have these marks."""
         is_chosen = any(file.startswith(f"{folder}/") for folder in self.folders)
         is_ignored = any(file.startswith(f"{folder}/") for folder in self.ignored)
-        return is_chosen and not is_ignored and _holds(ast.parse(self.expression, mode="eval").body, marks)
+        return is_chosen and not is_ignored and _chooses(self.expression, marks)
+
+
+@cache
+def _chooses(expression: str, marks: frozenset[str]) -> bool:
+    return _holds(ast.parse(expression, mode="eval").body, marks)
 
 
 def _holds(node: ast.expr, marks: frozenset[str]) -> bool:
@@ -40,38 +52,41 @@ def _holds(node: ast.expr, marks: frozenset[str]) -> bool:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return not _holds(node.operand, marks)
     assert isinstance(node, ast.Name), ast.unparse(node)
-    assert node.id in {"ray", "serve"}, node.id
+    assert node.id in NAMES, node.id
     return node.id in marks
 
 
 def lanes_of(makefile: str) -> list[Lane]:
-    """Return the lanes that the target ``test`` runs. An argument that is not understood is an error."""
+    """Return the lanes that the targets ``test`` and ``nightly`` run. An argument that is not understood is an error."""
     others = re.search(r"^OTHERS = (.*)$", makefile, re.MULTILINE)
     recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    nightly = re.search(r"^nightly:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert others is not None
     assert recipe is not None
+    assert nightly is not None
     assert "$(OTHERS)" in recipe[1]
-    run = {*others[1].split(), *re.findall(r"\btest-[a-z-]+", recipe[1])}
-    commands = re.findall(r"^(test-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
+    run = {*others[1].split(), *re.findall(r"\btest-[a-z-]+", recipe[1]), *re.findall(r"\bnightly-[a-z]+", nightly[1])}
+    commands = re.findall(r"^((?:test|nightly)-[a-z-]+):.*\n\t.*\$\(PYTEST\) (.*)$", makefile, re.MULTILINE)
     return [_lane(target, shlex.split(arguments)) for target, arguments in commands if target in run]
 
 
 def _lane(target: str, arguments: list[str]) -> Lane:
     assert arguments[0] == "-m", arguments
-    others = [each for each in arguments[2:] if each != "$(PARALLEL)"]
+    others = [each for each in arguments[2:] if each not in ("$(PARALLEL)", "--full-products")]
     ignored = tuple(each.removeprefix("--ignore=").rstrip("/") for each in others if each.startswith("--ignore="))
     folders = tuple(each.rstrip("/") for each in others if each[0] not in "-$")
     assert len(ignored) + len(folders) == len(others), arguments
-    return Lane(target, arguments[1], folders or ("tests",), ignored)
+    return Lane(target, arguments[1], folders or ("tests",), ignored, "--full-products" in arguments)
 
 
 def wrong_counts(lanes: Iterable[Lane], files: Iterable[str]) -> list[str]:
-    """Files and marks whose tests no lane, or more than one lane, runs."""
+    """Files and marks whose tests no lane, or more than one lane, runs; of pairwise ones, with full products or without."""
     lanes, found = list(lanes), []
     for file in files:
         for marks in MARKS:
             targets = [lane.target for lane in lanes if lane.runs(file, marks)]
-            if len(targets) != 1:
+            twice = [lane.has_full_products for lane in lanes if lane.runs(file, marks | {"pairwise"})]
+            if len(targets) != 1 or sorted(twice) != ([True] if "nightly" in marks else [False, True]):
                 found.append(f"{file}, marks {sorted(marks)}: {targets}")
     return found
 
@@ -101,7 +116,7 @@ def _marks(node: ast.AST) -> set[str]:
 
 def test_every_test_runs_in_exactly_one_lane() -> None:
     lanes = lanes_of(MAKEFILE)
-    assert len(lanes) == 5
+    assert len(lanes) == 7
     assert len(FILES) > 100
     assert wrong_counts(lanes, FILES) == []
 
@@ -111,23 +126,33 @@ def test_what_starts_serve_also_has_the_mark_of_ray(file: str) -> None:
     assert served_without_ray((ROOT / file).read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "planted"),
     [
-        ('-m "ray and not serve" tests/cluster --', '-m "ray and not serve" tests/cluster/actors --'),
-        ('-m "ray and not serve" tests/cluster --', '-m "ray" tests/cluster --'),
+        (
+            '-m "ray and not serve and not nightly" tests/cluster --',
+            '-m "ray and not serve and not nightly" tests/cluster/actors --',
+        ),
+        ('-m "ray and not serve and not nightly" tests/cluster --', '-m "ray and not nightly" tests/cluster --'),
         (" tests/cluster --ignore=tests/cluster/pipeline", " tests/cluster"),
-        ('-m "ray and not serve" tests/cluster/pipeline', '-m "ray and not serve" tests/cluster/actors'),
-        ("-m serve tests/cluster", "-m serve tests/cluster/serving"),
-        ("-m serve tests/cluster", "-m serve"),
-        ('-m "not ray"', '-m "not ray" tests/workers tests/router tests/proto'),
-        ('-m "not ray"', '-m "not serve"'),
-        ("-m ray --ignore=tests/cluster", "-m ray"),
-        ("-m ray --ignore=tests/cluster", "-m ray --ignore=tests/cluster --ignore=tests/proto"),
-        ("OTHERS = test-serve-command test-ray-pipeline check", "OTHERS = test-serve-command check"),
-        ("--keep-going test-serve test-ray test-older-processor;", "--keep-going test-ray;"),
-        ("--keep-going test-serve test-ray test-older-processor;", "--keep-going test-serve;"),
-        ("--keep-going test-plain;", "--keep-going check;"),
+        ('-m "ray and not serve and not nightly" tests/cluster/p', '-m "ray and not serve" tests/cluster/p'),
+        ('nightly" tests/cluster/pipeline', 'nightly" tests/cluster/actors'),
+        ('-m "serve and not nightly" tests/cluster', '-m "serve and not nightly" tests/cluster/serving'),
+        ('-m "serve and not nightly" tests/cluster', '-m "serve and not nightly"'),
+        ('-m "not ray and not nightly"', '-m "not ray and not nightly" tests/workers tests/router tests/proto'),
+        ('-m "not ray and not nightly"', '-m "not serve and not nightly"'),
+        ('-m "not ray and not nightly"', '-m "not ray"'),
+        ('-m "not ray and not nightly"', '-m "not ray and not nightly and not pairwise"'),
+        ('-m "ray and not nightly" --ignore=tests/cluster', '-m "ray and not nightly"'),
+        (" --ignore=tests/cluster\n", " --ignore=tests/cluster --ignore=tests/proto\n"),
+        ("test-serve-command test-ray-pipeline types\n", "test-serve-command types\n"),
+        ("test-serve test-ray test-older-processor;", "test-ray;"),
+        ("test-serve test-ray test-older-processor;", "test-serve;"),
+        ("--keep-going test-plain;", "--keep-going types;"),
+        ('-m "not ray and (nightly or pairwise)"', '-m "not ray and nightly"'),
+        ('-m "ray and (nightly or pairwise)" --full-products', '-m "ray and (nightly or pairwise)"'),
+        ("--keep-going nightly-plain nightly-ray", "--keep-going nightly-plain"),
     ],
 )
 def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None:
@@ -135,12 +160,14 @@ def test_a_planted_change_of_a_lane_is_found(command: str, planted: str) -> None
     assert wrong_counts(lanes_of(MAKEFILE.replace(command, planted, 1)), FILES)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("argument", ["-k one", "--deselect=tests/x.py", "-x", "$(MORE)"])
 def test_a_planted_argument_that_is_not_understood_is_found(argument: str) -> None:
     with pytest.raises(AssertionError):
-        lanes_of(MAKEFILE.replace("-m serve tests/cluster", f"-m serve {argument} tests/cluster"))
+        lanes_of(MAKEFILE.replace("tests/cluster/pipeline\n", f"tests/cluster/pipeline {argument}\n"))
 
 
+@pytest.mark.nightly
 def test_a_planted_mark_without_the_other_is_found() -> None:
     assert served_without_ray("pytestmark = [pytest.mark.serve]")[0] == "the module"
     assert served_without_ray("@pytest.mark.serve\ndef test_x(): ...") == ["test_x"]
@@ -149,9 +176,10 @@ def test_a_planted_mark_without_the_other_is_found() -> None:
 
 
 def test_files_that_a_lane_does_not_import_have_none_of_its_tests() -> None:
-    assert set(NEEDED_MARKS) == {lane.expression for lane in lanes_of(MAKEFILE)} - {"not ray"}
+    assert set(NEEDED_MARKS) == {lane.expression for lane in lanes_of(MAKEFILE) if not lane.expression.startswith("not ray")}
     for expression, mark in NEEDED_MARKS.items():
-        assert all(mark in marks for marks in MARKS if _holds(ast.parse(expression, mode="eval").body, marks))
+        for marks in (*MARKS, *(marks | {"pairwise"} for marks in MARKS)):
+            assert mark in marks or not _chooses(expression, marks)
 
 
 def test_no_two_test_files_have_the_same_name() -> None:

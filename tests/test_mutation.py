@@ -10,6 +10,8 @@ import mutation
 import pytest
 from mutants import Mutant, find_mutants
 
+pytestmark = pytest.mark.nightly
+
 TESTS = Path(__file__).parent
 TOY = '''"""A shelf. If it is full, nothing more fits."""
 

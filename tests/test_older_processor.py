@@ -34,6 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Mapping[st
     return calls
 
 
+@pytest.mark.nightly
 def test_tests_run_with_the_instructions_that_are_shown(
     started: list[tuple[list[str], Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,7 @@ def test_tests_run_with_the_instructions_that_are_shown(
     assert capsys.readouterr().out == shown
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", NEWER)
 def test_nothing_runs_where_a_variable_has_no_effect(
     library: str, started: list[tuple[list[str], Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch
@@ -59,6 +61,7 @@ def test_nothing_runs_where_a_variable_has_no_effect(
     assert not started
 
 
+@pytest.mark.nightly
 def test_libraries_are_asked_in_the_environment_of_the_tests() -> None:
     """Not in that of this process: on a processor with AVX2 or more OpenBLAS and the compiler can use less."""
     if older_processor.platform.machine() != "x86_64":

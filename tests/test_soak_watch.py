@@ -3,7 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from soak_watch import Process, Sample, list_leaks, quietest, slope_per_hour
+
+pytestmark = pytest.mark.nightly
 
 HELD: dict[str, Any] = {
     "actors and groups": ["a-0"],

@@ -418,6 +418,7 @@ def test_the_table_of_packages_is_the_one_that_is_enforced() -> None:
     assert table_differences(page, PACKAGES | {"cluster.utils": set()}) == ["cluster.utils is not in both"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("row", "planted", "difference"),
     [
@@ -442,6 +443,7 @@ def test_one_package_uses_private_names_of_ray() -> None:
     assert not {name: lines for name, lines in found.items() if lines}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source",
     [
@@ -472,6 +474,7 @@ def test_a_planted_private_name_is_found(source: str) -> None:
     assert private_names(source)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source",
     [
@@ -495,6 +498,7 @@ def test_folders_and_modules_are_small() -> None:
     assert size_breaches(_all_modules()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "source"),
     [
@@ -519,6 +523,7 @@ def test_a_planted_upward_import_is_found(name: str, source: str) -> None:
     assert name.rpartition(".")[0] in planted[0]
 
 
+@pytest.mark.nightly
 def test_a_planted_cycle_is_found() -> None:
     """``sequence`` is imported by the page allocator; planted here, it imports that in turn, in a function."""
     planted = _read("router.scheduling.sequence", "def f() -> None:\n    from tramontane.router.scheduling import page_allocator")
@@ -528,6 +533,7 @@ def test_a_planted_cycle_is_found() -> None:
     assert {"router.scheduling.sequence", "router.scheduling.page_allocator"} <= set(found)
 
 
+@pytest.mark.nightly
 def test_a_planted_21st_module_and_a_planted_long_one_are_found() -> None:
     few = [_read(f"workers.links.planted_{number}", "") for number in range(MAX_MODULES)]
     assert size_breaches(few) == []
@@ -592,6 +598,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("room", "source"), PLANTED)
 def test_a_planted_breach_is_found(room: str, source: str) -> None:
     assert breaches(room, source), source
@@ -611,6 +618,7 @@ ALLOWED = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("room", "source"), ALLOWED)
 def test_what_is_allowed_is_no_breach(room: str, source: str) -> None:
     assert breaches(room, source) == []
@@ -686,6 +694,7 @@ def test_the_driver_starts_without_torch(tmp_path: Path) -> None:
     assert _forbidden(loaded, {"torch", "transformers", "xformers"}) == []
 
 
+@pytest.mark.nightly
 def test_a_library_that_loads_torch_is_seen(tmp_path: Path) -> None:
     """A breach that no reading of our source can find, planted with an empty torch."""
     (tmp_path / "torch").mkdir()
@@ -718,6 +727,7 @@ def test_the_top_level_holds_only_what_the_design_names() -> None:
     assert _not_allowed(tracked) == []
 
 
+@pytest.mark.nightly
 def test_a_planted_top_level_entry_is_found() -> None:
     assert _not_allowed(["proto/step.py", "tramontane/__init__.py", ".ci/run", "setup.py"]) == ["setup.py", "tramontane"]
 

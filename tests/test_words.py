@@ -40,6 +40,7 @@ def test_the_code_uses_the_words_of_the_field(folder: str) -> None:
     assert not {name: words for name, words in found.items() if words}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -52,10 +53,12 @@ def test_a_planted_word_is_found(text: str) -> None:
     assert unwanted_words(text, set())
 
 
+@pytest.mark.nightly
 def test_the_line_of_a_planted_word_is_named() -> None:
     assert unwanted_words("x = 1\n# it goes\n# on here\n# Told", set()) == ["line 2: goes on", "line 4: Told"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", ["indoors", "besides", "forever", "x.untold", "household", "toldo"])
 def test_other_words_are_no_fault(text: str) -> None:
     assert unwanted_words(text, set()) == []

@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-NEEDED_MARKS = {"ray": "ray", "ray and not serve": "ray", "serve": "serve"}  # by the expression of ``-m``
+NEEDED_MARKS = {  # by the expression of ``-m``
+    "ray and not nightly": "ray",
+    "ray and not serve and not nightly": "ray",
+    "serve and not nightly": "serve",
+    "ray and (nightly or pairwise)": "ray",
+}
 
 
 def names_mark(file: Path, mark: str) -> bool:

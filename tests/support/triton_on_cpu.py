@@ -5,14 +5,18 @@ its products in the order of the inputs, each rounded by itself, which gives the
 of rows. As tensor cores do, those of 16 bits are added 16 at a time to the sum that they continue. Its products of bfloat16 and
 fp8 are wrong too: it keeps them as the bits of integers and multiplies these; and it takes integers that become bfloat16 for such
 bits. Its roundings to bfloat16 and fp8 forget a carry (127.8 becomes 64 in fp8), and NaN becomes a number. They are repaired
-here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that. With every call
-of a function within a kernel it replaces the functions of the language again, for a third of its time; here it does so once.
+here, and so are numbers of loops in Triton 3.6, which it makes of arrays of one element: NumPy 2.5 refuses that.
+
+Much of its time is wasted. With every call of a function within a kernel it replaces the functions of the language again,
+for a third of the time; here it does so once. Each sum and product of integers it computes twice, and compares them for an
+assertion that is off without ``debug``; here only once.
 """
 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,4 +112,5 @@ InterpreterBuilder.create_dot = _create_dot
 InterpreterBuilder.create_si_to_fp = _create_si_to_fp
 interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter._convert_float = _convert_float
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 _PatchOnce().install()

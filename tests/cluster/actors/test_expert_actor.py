@@ -77,15 +77,16 @@ def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
 # The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes cost nothing.
 CASES: list[tuple[int, int, int, Link]] = [(2, 2, 1, "direct"), (1, 2, 2, "object-store")]
 LINKS: tuple[Link, ...] = ("direct", "object-store")
-EVERY = [case for case in product((1, 2, 4), (1, 2, 4, 8), (1, 2), LINKS) if case[2] <= case[1]]  # minutes: --every-combination
+EVERY = [case for case in product((1, 2, 4), (1, 2, 4, 8), (1, 2), LINKS) if case[2] <= case[1]]  # minutes: --full-products
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_same_tokens:
-        cases = EVERY if metafunc.config.getoption("--every-combination") else CASES
+        cases = EVERY if metafunc.config.getoption("--full-products") else CASES
         metafunc.parametrize(("num_stages", "num_actors", "replicas", "link"), cases)
 
 
+@pytest.mark.pairwise
 def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link) -> None:
     with _pipeline(folder, num_stages, num_actors, replicas, link) as (spec, chain):
         outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))

@@ -101,6 +101,7 @@ def test_every_accessor_has_a_row() -> None:
     assert _accessors_without_a_row(ACCESSORS + PLANTED, ROWS) == ["planted", "_also", "_planted"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["ray.serve.handle:DeploymentHandle.options", "ray.actor:ActorHandle._actor_id"])
 def test_an_accessor_whose_row_is_removed_is_found(path: str) -> None:
     assert _accessors_without_a_row(ACCESSORS, [row for row in ROWS if row.path != path]) != []

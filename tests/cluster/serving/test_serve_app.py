@@ -149,6 +149,7 @@ def test_autogens_agents_talk_through_the_server() -> None:
     assert run_autogen(URL) == "5 ['user', 'poet', 'critic', 'poet', 'critic']"
 
 
+@pytest.mark.nightly
 def test_guidellm_measures_the_server_without_a_failed_request(tmp_path: Path) -> None:
     totals = run_guidellm(URL, tmp_path, "/v1/chat/completions", num_requests=6)
     assert totals == {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}

@@ -473,6 +473,7 @@ def test_what_is_no_number_is_refused_by_name(field: str, number: str) -> None:
     assert _refused_text(field, number).parameter == field
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("digits", [19, 20, 40, 400, 4299])
 @pytest.mark.parametrize("sign", ["", "-"])
 @pytest.mark.parametrize(
@@ -493,6 +494,7 @@ def test_a_number_of_sixty_thousand_digits_may_be_zero_and_one_of_more_is_refuse
         parse_completion(b'{"prompt": "a", "temperature": 0.%s}' % (b"0" * 100_000))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("field", [*FIELDS, "unknown"])
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
 @pytest.mark.parametrize("levels", [100, 10_000])

@@ -112,6 +112,7 @@ def test_reference_by_definition(kv_heads: int, window: int | None) -> None:
 # PyTorch's kernels against the reference
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "atol"), TOLERANCES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", WINDOWS)
@@ -180,6 +181,7 @@ def _expected(index: DecodeMetadata, q: Tensor, cached: LayerCache) -> Tensor:
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "atol"), TOLERANCES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", WINDOWS)

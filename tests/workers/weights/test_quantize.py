@@ -114,6 +114,7 @@ def _exact(x_TK: torch.Tensor, linear: QuantizedLinear) -> torch.Tensor:
     return x_TK.double() @ (linear.weight.double() * linear.scale.double()[:, None]).T
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("quantize", Quantization)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("in_features", [1, 2, 7, 15, 16, 17, 24, 32, 33, 40, 48, 100, 208])
