@@ -93,9 +93,6 @@ PACKAGES: dict[str, set[str]] = {
         *("router.openai", "router.tokenization"),
     },
     "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.ray_internals", "cluster.serving"},
-    # Only modules that keep names of version 0.1.0 working; nothing of ours imports them.
-    "router": {"router.grpc"},
-    "cluster": {"cluster.observability", "cluster.serve_patches", "cluster.serving"},
     "cluster.cli": {
         *("proto", "cluster.bench", "cluster.common", "cluster.config", "cluster.console", "cluster.deploy"),
         *("cluster.pipeline", "cluster.planning", "cluster.serving", "router.batch", "router.engine", "router.scheduling"),

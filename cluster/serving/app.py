@@ -23,8 +23,6 @@ from tramontane.proto.errors import ConfigError
 
 APPLICATION = "tramontane"
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
-# Names of version 0.1.0, which Serve configs may have until 0.3.0.
-DEPRECATED_GRPC_FUNCTIONS = {name.replace("grpc.handlers", "grpc_handlers"): name for name in GRPC_FUNCTIONS}
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape

@@ -25,7 +25,7 @@ from tramontane.cluster.pipeline.resources import (
     read_resources,
 )
 from tramontane.cluster.ray_internals.accessors import running_serve_options
-from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
+from tramontane.cluster.serving.app import GRPC_FUNCTIONS
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.database import Database
@@ -160,10 +160,9 @@ def check_running_serve(config: EngineConfig, report: Callable[[str], None]) -> 
         )
     if config.tracing_exporter is not None:
         report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
-    functions = {DEPRECATED_GRPC_FUNCTIONS.get(name, name) for name in grpc.grpc_servicer_functions}
     if not config.grpc_port:
         return False
-    if not set(GRPC_FUNCTIONS) <= functions or not grpc.port:
+    if not set(GRPC_FUNCTIONS) <= set(grpc.grpc_servicer_functions) or not grpc.port:
         report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
         return False
     if grpc.port != config.grpc_port:
