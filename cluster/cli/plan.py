@@ -27,6 +27,7 @@ from tramontane.cluster.planning.capacity import (
     suggest_fixes,
 )
 from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
+from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe_ingresses
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.cluster.planning.runtime_memory import RuntimeMemory, config_runtime
 from tramontane.proto.byte_size import GIB, format_bytes
@@ -92,12 +93,16 @@ def plan(
     times = relative_times(layer_costs(args, experts is None, settings.measured), pipeline, budgets)
     drafts = settings.speculative_config
     index_bytes = 0 if drafts is None else drafts.index_bytes(pipeline.max_num_seqs, pipeline.max_model_len)
+    num_ingresses = None if here is None else choose_num_ingresses(settings, pipeline, here)  # by the cores, which are known here
     if as_json:
         parameters = {"parameters": args.num_parameters, "active_parameters": args.num_active_parameters}
-        print(json.dumps(parameters | plan_as_data(pipeline, budgets, times, experts, index_bytes)))
+        data = parameters | plan_as_data(pipeline, budgets, times, experts, index_bytes)
+        print(json.dumps(data | {"ingress_replicas": num_ingresses}))
         return
     console = Console(highlight=False)
     _show(console, str(model), args, pipeline, budgets, times)
+    if num_ingresses is not None and num_ingresses != settings.num_ingresses:
+        console.print(describe_ingresses(settings, pipeline, num_ingresses), soft_wrap=True)
     if index_bytes:
         size = format_bytes(index_bytes)
         console.print(f"the router keeps indexes of n-grams for drafts, up to {size} of its machine's memory", soft_wrap=True)

@@ -34,7 +34,9 @@ class ServingKeys(KeyGroup):
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = key(
         9000, "gRPC port, on the same host. 0: no gRPC.", in_serve_config=False
     )
-    ingress_replicas: SmallInt | None = key(None, "Ingress replicas.", unset="1; for more pipelines 2 or more", has_flag=False)
+    ingress_replicas: SmallInt | None = key(
+        None, "Ingress replicas.", unset="1; for more pipelines, or GPUs and many cores, 2 or more", has_flag=False
+    )
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = key(
         256, "Sequences that may wait for a slot, per pipeline. More are refused with 429."
     )

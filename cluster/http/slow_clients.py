@@ -107,6 +107,9 @@ class SlowClientMiddleware:
                 del headers[TIMEOUT_HEADER]
             try:
                 for piece in (message,) if limit_s is None else _pieces(message):
+                    if limit_s is None or not _num_unsent(send):  # then it is taken at once; a timer would cost more than that
+                        await send(piece)
+                        continue
                     async with asyncio.timeout(limit_s):
                         await send(piece)
             except TimeoutError:
@@ -114,6 +117,17 @@ class SlowClientMiddleware:
                 _reset_connection(send)
 
         await self._app(scope, receive, send_or_cut)
+
+
+def _num_unsent(send: Send) -> int:
+    """Return how many bytes of the connection wait for their reader; 1 if that is not known."""
+    transport = _transport(send)
+    return 1 if transport is None else transport.get_write_buffer_size()
+
+
+def _transport(send: Send) -> asyncio.Transport | None:
+    """Return the transport of uvicorn's connection; None where another server sends."""
+    return getattr(getattr(send, "__self__", None), "transport", None)
 
 
 def _pieces(message: Message) -> Iterator[Message]:
@@ -129,7 +143,7 @@ def _reset_connection(send: Send) -> None:
 
     Uvicorn has no function for that, so the socket is reached through its transport.
     """
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    transport = _transport(send)
     if transport is None:
         raise SlowReaderError("a client does not read")
     if (connection := transport.get_extra_info("socket")) is not None:

@@ -1,9 +1,10 @@
 """Private parts of Ray and Ray Serve, each behind a named accessor. Importing this module does not import Ray."""
 
+import asyncio
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context
 from functools import partial
@@ -283,16 +284,67 @@ async def broadcast_results(response: Any) -> list[Any]:  # noqa: ANN401 - Deplo
     return results
 
 
-def observe_response_queues(on_new: Callable[[Callable[[], int]], object]) -> None:
-    """Call ``on_new`` for each queue of responses that Ray Serve makes in this process, with what returns the queue's length."""
+def replace_response_queues(on_new: Callable[[Callable[[], int]], object]) -> None:
+    """Replace the queues of responses that Ray Serve makes in this process by such as make no task for each message.
+
+    ``on_new`` is called for each with what returns its length. Ray Serve waits for a task that waits for a message, and for the
+    call. Here the end of the call is a message, too.
+    """
     queue: Any = table.MESSAGE_QUEUE.value
 
-    class ObservedQueue(queue):  # type: ignore[misc]
+    class ResponseQueue(queue):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             on_new(self._message_queue.__len__)
 
-    table.MESSAGE_QUEUE.replace(ObservedQueue)
+        async def fetch_messages_from_queue(self, call_fut: "asyncio.Future[Any]") -> AsyncGenerator[list[Any], None]:
+            """Yield what is in the queue, until the call that fills it has ended; raise what it has raised."""
+            call_fut.add_done_callback(lambda _: self._new_message_event.set())
+            try:
+                is_done = False
+                while not is_done:
+                    await self._new_message_event.wait()
+                    is_done = call_fut.done()
+                    if messages := self.get_messages_nowait():
+                        yield messages
+                if (error := call_fut.exception()) is not None:
+                    raise error from None
+            finally:
+                call_fut.cancel()
+
+    table.MESSAGE_QUEUE.replace(ResponseQueue)
+
+
+def replace_response_generators() -> None:
+    """Replace what reads responses in a proxy by one that makes no task for each message.
+
+    To be called before the proxy takes requests. Ray Serve waits for a task that reads and one that ends when the client leaves.
+    Here the latter cancels the call, and what reads it ends with that.
+    """
+    from ray.serve.exceptions import RequestCancelledError
+
+    generator: Any = table.RESPONSE_GENERATOR.value
+
+    class ResponseGenerator(generator):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            super().__init__(*args, **kwargs)
+
+            def cancel_call(_: object) -> None:
+                if self._disconnected_task is not None:  # else the response is complete
+                    self._response.cancel()
+
+            if self._disconnected_task is not None:
+                self._disconnected_task.add_done_callback(cancel_call)
+
+        async def _get_next_streaming_result(self) -> Any:  # noqa: ANN401
+            if self._timeout_s is not None:
+                return await super()._get_next_streaming_result()
+            try:
+                return await self._await_response_anext()
+            except RequestCancelledError:
+                raise asyncio.CancelledError from None
+
+    table.RESPONSE_GENERATOR.replace(ResponseGenerator)
 
 
 def is_streaming(streaming_type: Any) -> bool:  # noqa: ANN401 - gRPCStreamingType

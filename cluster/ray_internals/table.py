@@ -158,8 +158,23 @@ MESSAGE_QUEUE, ADD_PORT = _add(
     _serve,
     "ray.serve._private.replica",
     *("MessageQueue", "MessageQueue._message_queue", "add_port_to_grpc_server(server, address)"),
-    needed_for="the length of a replica's response queue, and the address of its internal port",
-    breaks="the bound on what slow clients leave unread, and the protection of the internal port",
+    *("MessageQueue._new_message_event", "MessageQueue.get_messages_nowait"),
+    needed_for="the length of a replica's response queue, what an event costs, and the address of its internal port",
+    breaks="streams, the bound on what slow clients leave unread, and the protection of the internal port",
+)
+_events = {"needed_for": "what an event costs in a proxy", "breaks": "streams through proxies"}
+(RESPONSE_GENERATOR,) = _add(
+    _serve,
+    "ray.serve._private.proxy",
+    *("ProxyResponseGenerator", "ProxyResponseGenerator._get_next_streaming_result"),
+    *("ProxyResponseGenerator._await_response_anext", "ProxyResponseGenerator._response"),
+    **_events,
+)
+_add(
+    _serve,
+    "ray.serve._private.proxy_response_generator",
+    *("_ProxyResponseGeneratorBase._timeout_s", "_ProxyResponseGeneratorBase._disconnected_task"),
+    **_events,
 )
 (ADD_GRPC_ADDRESS,) = _add(
     _serve,

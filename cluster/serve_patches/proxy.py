@@ -11,7 +11,7 @@ from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
-from tramontane.cluster.ray_internals.accessors import cancel_calls, internal_request_id
+from tramontane.cluster.ray_internals.accessors import cancel_calls, internal_request_id, replace_response_generators
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.grpc_proxy import bind_grpc_to_http_host
@@ -40,6 +40,7 @@ def proxy_middlewares() -> list[Middleware]:
     """
     assert_supported(SERVE_SYMBOLS)
     bind_grpc_to_http_host()
+    replace_response_generators()
     use_serve_log(LogSettings(), "proxy")
     enable_proxy_tracing()
     failover = Middleware(FailoverMiddleware, nodes=DeadNodeWatcher(list_dead_nodes))

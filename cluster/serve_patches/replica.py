@@ -5,7 +5,7 @@ from typing import Any
 import ray
 
 from tramontane.cluster.http.slow_clients import buffered_messages
-from tramontane.cluster.ray_internals.accessors import observe_response_queues
+from tramontane.cluster.ray_internals.accessors import replace_response_queues
 from tramontane.cluster.ray_internals.table import ADD_PORT
 
 ALL_INTERFACES = "[::]:"
@@ -32,7 +32,7 @@ def track_response_queues() -> None:
 
     To be called in a replica's constructor.
     """
-    observe_response_queues(buffered_messages.set)
+    replace_response_queues(buffered_messages.set)
 
 
 def replace_all_interfaces(address: str, host: str) -> str:

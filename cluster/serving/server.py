@@ -26,7 +26,8 @@ from tramontane.cluster.pipeline.engine import joined_pipeline_spec, pipeline_sp
 from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, report_losses, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
-from tramontane.cluster.planning.hardware import check_ray_gpus, probe_local
+from tramontane.cluster.planning.hardware import Hardware, check_ray_gpus, probe_local
+from tramontane.cluster.planning.ingresses import choose_num_ingresses, describe_ingresses
 from tramontane.cluster.ray_internals.accessors import is_ha_proxy_enabled
 from tramontane.cluster.ray_internals.symbols import assert_supported
 from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS
@@ -151,7 +152,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         check_ray_gpus(hardware)
         report("starting Ray Serve")
         _start_serve(config)
-        _report_choices(spec.plan, report)
+        config = _with_choices(config, spec.plan, hardware, report)
         report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
         with _remove_at_end(report, serve.shutdown):
             with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
@@ -193,7 +194,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
-            _report_choices(spec.plan, report)
+            config = _with_choices(config, spec.plan, hardware, report)
             report(f"loading {spec.describe_workers(config.replicas)}, {spec.plan.describe_memory(config.replicas)}")
             with send_heartbeats(_supervisors):
                 with show_progress(OUR_PIPELINES, spec.plan, show_loading, config.replicas):
@@ -201,9 +202,15 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 yield has_grpc, ""
 
 
-def _report_choices(plan: PipelinePlan, report: Report) -> None:
+def _with_choices(config: EngineConfig, plan: PipelinePlan, hardware: Hardware, report: Report) -> EngineConfig:
+    """Report what the planner has chosen; return the configuration with the number of ingress replicas."""
     for choice in plan.chosen:
         report(choice.describe())
+    num_ingresses = choose_num_ingresses(config, plan, hardware)
+    if num_ingresses == config.num_ingresses:
+        return config
+    report(describe_ingresses(config, plan, num_ingresses))
+    return config.model_copy(update={"ingress_replicas": num_ingresses})
 
 
 @contextmanager

@@ -106,6 +106,25 @@ def test_memory_that_others_hold_is_said(monkeypatch: pytest.MonkeyPatch, capsys
     assert "2 of this machine's 2 GPUs: 30 GiB (other processes hold 50 GiB), 80 GiB\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("cores", "num_ingresses"), [(2, 1), (16, 2)])
+def test_ingress_replicas_are_planned_for_the_cores_of_this_machine(
+    cores: int, num_ingresses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Hardware((cores,), (GIB,), (Gpu("H100", 79 * GIB),))
+    monkeypatch.setattr("tramontane.cluster.planning.hardware.probe_local", lambda: here)
+    plan("mistral-7b-v0.1", None, json=True)
+    assert json.loads(capsys.readouterr().out)["ingress_replicas"] == num_ingresses
+    plan("mistral-7b-v0.1", None)
+    said = "the planner has chosen 2 ingress replicas (key ingress_replicas): 12800 tokens per second are to be expected"
+    assert (said in capsys.readouterr().out) is (num_ingresses == 2)
+
+
+def test_of_gpus_elsewhere_the_cores_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _planned(capsys, "mistral-7b-v0.1", "79GiB", gpus=1)["ingress_replicas"] is None
+    plan("mistral-7b-v0.1", "79GiB", gpus=1)
+    assert "ingress" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("per_gpu", [1, 4])
 def test_what_a_stage_takes_besides_is_shown_and_adds_up(per_gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four stages on a GPU none is kept free besides; weights and cache take no more than the rest."""

@@ -1,6 +1,7 @@
 """A client that does not read its answer: it stands still, is dropped after a while with a reason, and gives its place back."""
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray.serve._private.replica
+import uvicorn
 from scripted_token_source import TOKENIZER, ScriptedSource, client_for, http_app_for
 from starlette.types import Message, Receive, Scope, Send
 
@@ -171,6 +173,9 @@ class Connection:
     def get_extra_info(self, _name: str) -> None:
         return None
 
+    def get_write_buffer_size(self) -> int:
+        return 1
+
     def abort(self) -> None:
         self.closed.set()
 
@@ -215,11 +220,68 @@ class Buffering(Connection):
         self.written: list[Message] = []
         self._reads = reads
 
+    def get_write_buffer_size(self) -> int:
+        return 0 if self._reads else sum(len(message["body"]) for message in self.written)
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body":
             if self.written and not self._reads:
                 await self.closed.wait()
             self.written.append(message)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_timer_is_only_made_where_something_is_unread(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[float | None] = []
+    make = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda limit_s: timers.append(limit_s) or make(limit_s))
+
+    async def two_writes(send: Send) -> None:
+        await _one_write(send)
+        await _one_write(send)
+
+    async def scenario() -> None:
+        connection = Buffering(reads)
+        await _answer(b"0.05", two_writes, connection.send)
+        assert connection.closed.is_set() is not reads
+
+    asyncio.run(scenario())
+    assert timers == ([] if reads else [0.05])
+
+
+def test_uvicorn_cuts_a_client_that_stops_reading() -> None:
+    """Its connection takes a piece at once while nothing is unsent, and lets one wait when more is unsent than it holds."""
+    pieces = itertools.count()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def endless(send: Send) -> None:
+            while (await receive_or_nothing())["type"] != "http.disconnect":
+                await send({"type": "http.response.body", "body": bytes(PIECE_BYTES), "more_body": True})
+                next(pieces)
+
+        async def receive_or_nothing() -> Message:
+            return {"type": "http.disconnect"} if transport.is_closing() else {"type": "nothing"}
+
+        transport = send.__self__.transport  # type: ignore[attr-defined]
+        await _answer(b"0.1", endless, send)
+
+    async def scenario() -> None:
+        server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await reader.readexactly(10 * PIECE_BYTES)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        while not serving.done() and server.server_state.connections:
+            await asyncio.sleep(0.01)
+        assert next(pieces) > 10
+        writer.transport.abort()
+        server.should_exit = True
+        await serving
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 5 * PIECE_BYTES - 1])

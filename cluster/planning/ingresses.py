@@ -1,0 +1,46 @@
+"""How many ingress replicas serve, by the events that a machine's sequences make and the cores that it has. Pure arithmetic."""
+
+import math
+from typing import TYPE_CHECKING
+
+from tramontane.cluster.common.load_meter import BUSY, HAS_TIME
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.proto.plan import PipelinePlan
+
+if TYPE_CHECKING:
+    from tramontane.cluster.planning.hardware import Hardware
+
+TOKEN_S = 0.02  # between two tokens of each of many sequences on a GPU; 64 of Mistral 7B on an H100: 0.019
+# Processor time of an event of a stream, see decision 0080: of an ingress replica, and of Ray Serve's proxy.
+INGRESS_EVENT_S, PROXY_EVENT_S = 160e-6, 150e-6
+CORES_PER_INGRESS = 4  # stages, routers and the proxy need some, too
+
+
+def choose_num_ingresses(config: EngineConfig, plan: PipelinePlan, hardware: "Hardware") -> int:
+    """Return the ingress replicas to start: as ``config`` says, and without GPUs, whose stages need all cores, as it would.
+
+    On GPUs as many as write each token when it comes, if all sequences decode: an ingress has time for 0.5 s of events a
+    second, and a node's proxy, which cannot be started twice, passes on 0.7 s of them. 256 sequences make 12800 events a
+    second; the proxy carries 4666, and an ingress 3125, so 2. On 4 cores 1.
+    """
+    least = config.num_ingresses
+    if config.ingress_replicas is not None or not hardware.gpus:
+        return least
+    num_proxies = len(hardware.node_cpus)
+    events_per_s = min(events_of_all(config, plan), num_proxies * BUSY / PROXY_EVENT_S)
+    most = sum(cores // CORES_PER_INGRESS for cores in hardware.node_cpus)
+    return max(least, min(math.ceil(events_per_s * INGRESS_EVENT_S / HAS_TIME), most))
+
+
+def events_of_all(config: EngineConfig, plan: PipelinePlan) -> float:
+    """Return the events per second while all sequences of all pipelines decode: 64 make 3200."""
+    return config.max_pipelines * plan.max_num_seqs / TOKEN_S
+
+
+def describe_ingresses(config: EngineConfig, plan: PipelinePlan, num_ingresses: int) -> str:
+    """Return a sentence for people that says why so many were chosen."""
+    return (
+        f"the planner has chosen {num_ingresses} ingress replicas (key ingress_replicas): {events_of_all(config, plan):.0f} "
+        f"tokens per second are to be expected, one replica writes {HAS_TIME / INGRESS_EVENT_S:.0f} of them when they come, and "
+        f"the proxy of a machine passes on {BUSY / PROXY_EVENT_S:.0f}"
+    )
