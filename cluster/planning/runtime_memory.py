@@ -10,7 +10,7 @@ Shape letters: D model width, F feed-forward width, H query heads, k experts of 
 from dataclasses import dataclass
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 MIB = 2**20
 CONTEXT_BYTES = 800 * MIB  # of a process: CUDA's context, the code of kernels, and what torch keeps for itself
@@ -26,6 +26,7 @@ SORTING_BYTES = 48
 SORTED_LOGITS = 2**22  # at a time
 COUNT_BYTES = 5  # of a token of the vocabulary in the counts of a sequence with penalties
 FIRST_COUNTS = 4  # rows of counts at first; their number doubles
+BLOCK_NUMBERS = 2**24  # of a quantized matrix, converted at a time for many tokens
 KEPT_BYTES = 64 * MIB  # of unfinished results of attention, in float32; with each vector two numbers more
 
 
@@ -33,7 +34,7 @@ KEPT_BYTES = 64 * MIB  # of unfinished results of attention, in float32; with ea
 class RuntimeMemory:
     """Bytes of one stage. ``graphs`` is the memory that all CUDA graphs share; ``logits`` is what the last stage needs.
 
-    ``workspaces`` are those of cuBLAS, and of attention what is unfinished.
+    ``workspaces`` are those of cuBLAS, of attention what is unfinished, and of quantized matrices what is converted.
     """
 
     context: int
@@ -61,7 +62,14 @@ def config_runtime(
     num_sampled = num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
     is_invariant = config.batch_invariant is True
     return gpu_runtime(
-        args, dtype, num_tokens, num_seqs, num_sampled=num_sampled, experts_inside=experts_inside, batch_invariant=is_invariant
+        args,
+        dtype,
+        num_tokens,
+        num_seqs,
+        num_sampled=num_sampled,
+        experts_inside=experts_inside,
+        batch_invariant=is_invariant,
+        quantize=config.quantize,
     )
 
 
@@ -74,16 +82,19 @@ def gpu_runtime(
     num_sampled: int,
     experts_inside: bool = True,
     batch_invariant: bool = False,
+    quantize: Quantization | None = None,
 ) -> RuntimeMemory:
     """Return what a stage of this model needs; any stage may be the last one, which samples up to ``num_sampled`` tokens.
 
-    What attention keeps is counted twice: once for graphs, whose memory is their own.
+    What attention keeps, and what is converted, is counted twice: once for graphs, whose memory is their own.
 
     Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x 14336 = 55296 numbers at
     once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128 tokens have 13.5 MiB, and their logits 15.6.
     """
     token_bytes = widest_activations(args, experts_inside) * DTYPE_BYTES[dtype]
     graph_rows, kept = padded_rows(max_num_seqs), kept_bytes(args, batch_invariant)
+    if WeightFormat.of(args, dtype, quantize).quantize is not None:
+        kept += BLOCK_NUMBERS * DTYPE_BYTES[dtype]
     num_logits = min(num_sampled, max_num_batched_tokens) * args.vocab_size
     return RuntimeMemory(
         context=CONTEXT_BYTES,

@@ -21,6 +21,7 @@ from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget
 from tramontane.cluster.planning.runtime_memory import (
+    BLOCK_NUMBERS,
     COUNT_BYTES,
     HELD_SHARE,
     HELD_TIMES,
@@ -39,11 +40,12 @@ from tramontane.cluster.planning.runtime_memory import (
 )
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.presets import PRESETS
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
 from tramontane.workers.attention.rolling_cache import LayerCache
+from tramontane.workers.kernels import linear
 from tramontane.workers.model.rotary import rotary_tables
 from tramontane.workers.sampling import integer_sampler, logprobs
 from tramontane.workers.sampling.integer_sampler import choose_plainly
@@ -219,6 +221,20 @@ def test_what_latent_attention_keeps(batch_invariant: bool, monkeypatch: pytest.
             out_THc = kernel.attend(q_THd, keys_NGd, places)
         kept.append(live.peak - out_THc.nbytes)
     assert 0.8 * kept_bytes(args, batch_invariant) < max(kept) <= kept_bytes(args, batch_invariant)
+
+
+def test_what_of_quantized_matrices_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many tokens, some rows of a matrix at a time."""
+    assert linear.BLOCK_ELEMENTS["cuda"] == BLOCK_NUMBERS
+    monkeypatch.setitem(linear.BLOCK_ELEMENTS, "cpu", 10_000)
+    x_TK, numbers_NK = torch.randn(3, 1000), torch.ones(95, 1000, dtype=torch.int8)
+    with _live_bytes() as live:
+        out_TN = linear.blockwise_linear(x_TK, numbers_NK, torch.float32, torch.ones(95))
+    assert 10_000 * 4 <= live.peak - out_TN.nbytes < 1.2 * 10_000 * 4
+    plain, quantized = (
+        config_runtime(_config(quantize=each), MISTRAL, "bfloat16", 128, 4096) for each in (None, Quantization.INT8)
+    )
+    assert quantized.workspaces - plain.workspaces == quantized.graphs - plain.graphs == 32 * MIB
 
 
 def test_what_attention_keeps_is_planned_for_steps_and_for_graphs() -> None:
