@@ -38,6 +38,7 @@ from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.stage.step_profile import read_profile
 from tramontane.workers.weights.checkpoint import Checkpoint, Fingerprint, fingerprint_without_weights
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,9 @@ def validate_model(config: EngineConfig) -> ModelArgs:
 
     A head that differs from the embeddings is used, also where the configuration says that they are tied. With ``dtype`` float32
     matrices remain as they are stored, so then the dtype is theirs and not the configuration's. Logs a warning if nothing ends
-    an answer.
+    an answer. Raises ConfigError if the environment asks for a profile that no stage could record.
     """
+    read_profile()
     args = resolve_model_args(config.model)
     if not args.eos_token_ids:
         logger.warning(NOTHING_ENDS, config.model)

@@ -12,7 +12,7 @@ Shape letters: D model width, F feed-forward width, H query heads, k experts of 
 from dataclasses import dataclass
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization, WeightFormat
 
 MIB = 2**20
 CONTEXT_BYTES = 800 * MIB  # of a process: CUDA's context, the code of kernels, and what torch keeps for itself
@@ -21,15 +21,25 @@ NUM_STREAMS = 2
 # Of a step's activations, what torch's allocator holds in the end, as micro-batches differ in size: 4.5 times, as measured.
 HELD_TIMES, HELD_SHARE = 9, 2
 LOGIT_BYTES = 4  # in float32
-SAMPLING_BYTES = 48  # of a logit while its row is sampled, where PyTorch sorts it: its weight, its token and sums; or scored
+# Of a logit, while its row is penalized; next to the kernel that samples it there are no more than two copies.
+SAMPLING_BYTES = 28
+# Of a logit that is sorted: for log-probabilities, or by PyTorch, which samples where there is no kernel.
+SORTING_BYTES = 48
+SORTED_LOGITS = 2**22  # at a time
+COUNT_BYTES = 5  # of a token of the vocabulary in the counts of a sequence with penalties
+FIRST_COUNTS = 4  # rows of counts at first; their number doubles
+BLOCK_NUMBERS = 2**24  # of a quantized matrix, converted at a time for many tokens
+KEPT_BYTES = 64 * MIB  # of unfinished results of attention, in float32; with each vector two numbers more
 GRAPH_BYTES = 2**16  # of CUDA's own for a graph of some ten kernels
 MAX_PIECE_TOKENS, PIECE_STEP = 512, 64  # the most tokens of a step of graphs of pieces, and of what sizes are multiples
-PROMPT_LOGITS = 2**22  # of prompts, computed at a time where their log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMemory:
-    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last stage needs."""
+    """Bytes of one stage. ``graphs`` is the memory of all CUDA graphs; ``logits`` is what the last stage needs.
+
+    ``workspaces`` are those of cuBLAS, of attention what is unfinished, and of quantized matrices what is converted.
+    """
 
     context: int
     workspaces: int
@@ -54,7 +64,17 @@ def config_runtime(
     """Return ``gpu_runtime`` with an engine's settings, up to ``num_seqs`` sequences and micro-batches of ``num_tokens``."""
     drafts = config.speculative_config
     num_sampled = num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
-    return gpu_runtime(args, dtype, num_tokens, num_seqs, num_sampled=num_sampled, experts_inside=experts_inside)
+    is_invariant = config.batch_invariant is True
+    return gpu_runtime(
+        args,
+        dtype,
+        num_tokens,
+        num_seqs,
+        num_sampled=num_sampled,
+        experts_inside=experts_inside,
+        batch_invariant=is_invariant,
+        quantize=config.quantize,
+    )
 
 
 def gpu_runtime(
@@ -65,23 +85,32 @@ def gpu_runtime(
     *,
     num_sampled: int,
     experts_inside: bool = True,
+    batch_invariant: bool = False,
+    quantize: Quantization | None = None,
 ) -> RuntimeMemory:
     """Return what a stage of this model needs; any stage may be the last one, which samples up to ``num_sampled`` tokens.
+
+    What attention keeps, and what is converted, is counted twice: once for graphs, whose memory is their own.
 
     Mistral 7B in bfloat16, micro-batches of 4096 tokens, 128 sequences: a token has 3 x 4096 + 3 x 14336 = 55296 numbers at
     once, which are 432 MiB of all tokens, held 4.5 times; graphs of 128 tokens have 13.5 MiB, and their logits 15.6. Graphs of
     pieces take 84.5 MiB, see ``_pieces``.
     """
     token_bytes = widest_activations(args, experts_inside) * DTYPE_BYTES[dtype]
-    graph_rows = padded_rows(max_num_seqs)
+    graph_rows, kept = padded_rows(max_num_seqs), kept_bytes(args, batch_invariant)
+    if WeightFormat.of(args, dtype, quantize).quantize is not None:
+        kept += BLOCK_NUMBERS * DTYPE_BYTES[dtype]
     num_logits = min(num_sampled, max_num_batched_tokens) * args.vocab_size
     return RuntimeMemory(
         context=CONTEXT_BYTES,
-        workspaces=NUM_STREAMS * WORKSPACE_BYTES,
+        workspaces=NUM_STREAMS * WORKSPACE_BYTES + kept,
         activations=token_bytes * max_num_batched_tokens * HELD_TIMES // HELD_SHARE,
         graphs=graph_rows * (token_bytes + args.vocab_size * LOGIT_BYTES)
+        + kept
         + (_pieces(args, dtype, max_num_batched_tokens, token_bytes) if experts_inside and not args.sparse else 0),
-        logits=num_logits * (LOGIT_BYTES + SAMPLING_BYTES) + PROMPT_LOGITS * (LOGIT_BYTES + SAMPLING_BYTES),
+        logits=num_logits * (LOGIT_BYTES + SAMPLING_BYTES)
+        + count_rows(max_num_seqs) * args.vocab_size * COUNT_BYTES
+        + SORTED_LOGITS * (LOGIT_BYTES + SORTING_BYTES),
     )
 
 
@@ -104,6 +133,22 @@ def piece_sizes(max_num_batched_tokens: int) -> tuple[int, int]:
     """
     num_sizes = -(-min(max_num_batched_tokens, MAX_PIECE_TOKENS) // PIECE_STEP)
     return num_sizes * PIECE_STEP, num_sizes
+
+
+def kept_bytes(args: ModelArgs, batch_invariant: bool) -> int:
+    """Return what attention keeps at most of unfinished results, where programs share the keys of a token: see KEPT_BYTES.
+
+    Other kernels keep no more than some MiB. Mistral 7B: 65 MiB with batch invariance, as vectors of 128 have 130 numbers.
+    """
+    if args.latent is None and not batch_invariant:
+        return 0
+    width = args.head_dim if args.latent is None else args.latent.kv_lora_rank
+    return KEPT_BYTES * (width + 2) // width
+
+
+def count_rows(num_seqs: int) -> int:
+    """Return the rows that counts of tokens grow to: 4 for 3 sequences, 8 for 5, 256 for 129."""
+    return max(FIRST_COUNTS, 1 << (num_seqs - 1).bit_length())
 
 
 def padded_rows(num_seqs: int) -> int:

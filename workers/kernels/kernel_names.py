@@ -20,11 +20,15 @@ PARAMETERS = ("NAME",)  # of xformers' operators, which are classes
 
 def name_kernels(model: nn.Module, ops: FusedOps, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Return what computes the products of each kind of matrix of a model, and what is between them, by part."""
-    norms = PYTORCH if ops is EAGER else "torch.compile and Triton" if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
+    norms = PYTORCH if ops is EAGER else _name_gpu_ops(ops) if device.type == "cuda" else name_in_c(fused_ops.SOURCE)
     kinds = {_kind(layer): layer for layer in model.modules() if isinstance(layer, Matrix)}
     small = sorted({_name_small_batches(layer) for layer in model.modules() if isinstance(layer, Linear)} - {""})
     named = {"products of small batches": "; ".join(small)} if small else {}
     return {"norms": norms, **{f"products of {kind}": _name_product(layer, dtype) for kind, layer in kinds.items()}, **named}
+
+
+def _name_gpu_ops(ops: FusedOps) -> str:
+    return "Triton and PyTorch" if ops.cos_sin is EAGER.cos_sin else "torch.compile and Triton"
 
 
 def _name_small_batches(layer: Linear) -> str:
@@ -42,6 +46,8 @@ def _kind(layer: Matrix) -> str:
 def _name_product(layer: Matrix, dtype: torch.dtype) -> str:
     if isinstance(layer, PackedLinear):
         return name_in_c(packed_linear.SOURCE)
+    if layer.product is not None:
+        return describe_kernel(getattr(layer.product, "__self__", layer.product))  # the owner of a method
     if isinstance(layer, QuantizedLinear) and layer.weight.device.type != "cpu":
         return describe_kernel(probe_kernels(layer.weight.device, layer.weight.dtype, dtype))
     return PYTORCH

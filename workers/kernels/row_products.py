@@ -5,7 +5,7 @@ Shape letters: C rows, E experts, N outputs and K inputs of a matrix.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +56,7 @@ def triton_products(device: torch.device, weights: WeightFormat) -> RowProducts:
 class TiledProducts:
     """Products by tiles, which are by the dtypes of rows and matrix. All give the same bits: they differ in speed alone."""
 
-    tiles: "dict[Dtypes, tuple[Tile, ...]]"
+    tiles: "dict[Dtypes, tuple[Tile, ...]]" = field(repr=False)  # which change no bits: not part of the name
 
     def linear(self, x_CK: Tensor, weight_NK: Tensor, scale_N: Tensor | None) -> Tensor:
         """Compute ``RowProducts.linear``."""

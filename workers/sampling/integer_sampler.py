@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tramontane.proto.request import NOT_FINITE_TOKEN, SamplingParams
 from tramontane.workers.device.pinned_memory import tensor_on
+from tramontane.workers.sampling.logprobs import MAX_LOGITS
 from tramontane.workers.sampling.row_sampler import MIN_TEMPERATURE
 
 UNITS = 2**30  # the weight of the likeliest token: a weight fits into 32 bits, 2**20 of them into 50
@@ -90,9 +91,17 @@ def choose_plainly(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
 
     NOT_FINITE_TOKEN stands for a row with NaN or plus infinity, or with nothing but minus infinity: its
     largest number shows it, as NaN counts as larger than any. A temperature that makes the best
-    logit infinite is greedy.
+    logit infinite is greedy. Some rows at a time are sorted, so that it takes a bounded memory.
     """
     assert logits_SV.dtype == torch.float32
+    num_rows, step = len(logits_SV), max(MAX_LOGITS // logits_SV.shape[1], 1)
+    if num_rows <= step:
+        return _choose_rows(logits_SV, params_S5)
+    pieces = (slice(first, first + step) for first in range(0, num_rows, step))
+    return torch.cat([_choose_rows(logits_SV[rows], params_S5[rows]) for rows in pieces])
+
+
+def _choose_rows(logits_SV: Tensor, params_S5: Tensor) -> Tensor:
     chosen_S = logits_SV.argmax(-1)  # of equal ones the first
     best_S1 = logits_SV.gather(1, chosen_S[:, None])
     temperature_S1 = params_S5[:, :1].to(torch.int32).view(torch.float32)

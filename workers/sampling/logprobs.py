@@ -16,7 +16,7 @@ from tramontane.workers.device.pinned_memory import tensor_on
 from tramontane.workers.sampling.exact_sums import exact_logsumexp
 
 MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinity is not JSON
-MAX_LOGITS = 2**22  # of a prompt that are computed at a time, in float32: 16 MiB
+MAX_LOGITS = 2**22  # that are scored or sorted at a time, in float32: 16 MiB
 
 Top = tuple[tuple[int, float], ...]
 # The log-probabilities of a sampled row, by its number, or of a prompt, by its sequence; None: its logits are not finite.
@@ -128,11 +128,13 @@ class LogprobTracker:
         rows = [row for row in asked if token_ids[row] not in (NO_TOKEN, NOT_FINITE_TOKEN)]
         if not rows:  # nearly always
             return
-        num_top = [self._num_top[seq_ids[row]] for row in rows]
-        logits_RV = logits_SV[tensor_on(rows, torch.int64, logits_SV.device)]
-        logprobs = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top, self._has_exact_sums)
-        for row, found in zip(rows, logprobs, strict=True):
-            yield row, found and Logprobs(seq_ids[row], positions[row], (found[0],), (found[1],))
+        for first in range(0, len(rows), self._max_rows):
+            some = rows[first : first + self._max_rows]
+            num_top = [self._num_top[seq_ids[row]] for row in some]
+            logits_RV = logits_SV[tensor_on(some, torch.int64, logits_SV.device)]
+            logprobs = token_logprobs(logits_RV, [token_ids[row] for row in some], num_top, self._has_exact_sums)
+            for row, found in zip(some, logprobs, strict=True):
+                yield row, found and Logprobs(seq_ids[row], positions[row], (found[0],), (found[1],))
 
     def prompts(self, batch: MicroBatch, hidden_TD: Tensor, head: Head) -> Iterator[Scored]:
         """Yield the log-probabilities of the prompt tokens of a micro-batch."""

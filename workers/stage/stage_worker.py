@@ -116,6 +116,7 @@ class StageWorker:
 
         ``on_activity`` is called with what follows the weights, such as ``choosing kernels``.
         """
+        profiler = StepProfiler.from_environment(plan, torch.device(device))  # which is to fail first
         if torch.device(device).type == "cpu":
             compile_native_kernels(plan)
         model = load_module(
@@ -140,7 +141,7 @@ class StageWorker:
         worker.numerics = stage_numerics(model, worker.backend, worker.device, *kinds, is_batch_invariant=is_invariant)
         if worker.device.type == "cuda":
             report_compilations(plan.label)
-        worker.profiler = StepProfiler.from_environment(plan, worker.device)
+        worker.profiler = profiler
         return worker
 
     @property

@@ -6,17 +6,14 @@ longer while they are recorded, and one waits for the files.
 """
 
 import logging
-import os
-import re
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tramontane.proto.errors import ConfigError
 from tramontane.proto.plan import StagePlan
+from tramontane.workers.stage.step_profile import read_profile
 
-VARIABLE = "TRAMONTANE_PROFILE"
 MAX_ROWS = 100  # of the table
 
 logger = logging.getLogger(__name__)
@@ -34,12 +31,8 @@ class StepProfiler:
     @classmethod
     def from_environment(cls, plan: StagePlan, device: torch.device) -> "StepProfiler | None":
         """Return what ``TRAMONTANE_PROFILE`` asks for, or None without it. Raises ConfigError if it is malformed."""
-        if not (text := os.environ.get(VARIABLE)):
-            return None
-        found = re.fullmatch(r"(.+):(\d{1,9}):(\d{1,9})", text)
-        if found is None or not int(found[3]):
-            raise ConfigError(f"{VARIABLE} is {text!r}; it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20")
-        return cls(Path(found[1]), int(found[2]), int(found[3]), plan, device)
+        wanted = read_profile()
+        return None if wanted is None else cls(wanted.folder, wanted.first, wanted.num_steps, plan, device)
 
     @property
     def is_recording(self) -> bool:

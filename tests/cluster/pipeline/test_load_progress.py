@@ -49,6 +49,12 @@ def without_weights(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_profile_that_no_stage_could_record_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAMONTANE_PROFILE", "/tmp/profile:20")
+    with pytest.raises(ConfigError, match="it must be FOLDER:FIRST:STEPS"):
+        validate_model(_config(tmp_path / "nothing"))
+
+
 # ---- random weights
 
 

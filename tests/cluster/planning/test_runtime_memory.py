@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,28 +21,37 @@ from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.planning.plan_search import plan_pipeline
 from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget
 from tramontane.cluster.planning.runtime_memory import (
+    BLOCK_NUMBERS,
+    COUNT_BYTES,
     HELD_SHARE,
     HELD_TIMES,
     LOGIT_BYTES,
     MIB,
-    PROMPT_LOGITS,
     SAMPLING_BYTES,
+    SORTED_LOGITS,
+    SORTING_BYTES,
     RuntimeMemory,
     config_runtime,
+    count_rows,
     gpu_runtime,
+    kept_bytes,
     padded_rows,
     piece_sizes,
     widest_activations,
 )
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.presets import PRESETS
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import NO_TOKEN, Chunk, MicroBatch
+from tramontane.workers.attention.rolling_cache import LayerCache
+from tramontane.workers.kernels import linear
 from tramontane.workers.model.rotary import rotary_tables
-from tramontane.workers.sampling import logprobs
+from tramontane.workers.sampling import integer_sampler, logprobs
 from tramontane.workers.sampling.integer_sampler import choose_plainly
-from tramontane.workers.sampling.logprobs import token_logprobs
+from tramontane.workers.sampling.logits_processors import LogitsProcessor, TokenCounts
+from tramontane.workers.sampling.logprobs import LogprobTracker, token_logprobs
 from tramontane.workers.sampling.sampler import sample
 from tramontane.workers.stage import cuda_graphs, piecewise_graphs
 
@@ -90,12 +101,147 @@ def test_activations_are_those_of_a_layer(args: ModelArgs) -> None:
     assert needed / 2 < live.peak <= needed * HELD_TIMES / HELD_SHARE
 
 
-def test_logits_are_counted_as_they_are_sampled() -> None:
-    logits_SV = torch.randn(64, 1000)
-    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=1)
+class _NoKernel:
+    """A kernel that computes nothing, on any grid."""
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+PENALIZED = SamplingParams(
+    temperature=0.8,
+    top_p=0.9,
+    top_k=50,
+    seed=1,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.2,
+    logit_bias=((3, 1.0),),
+    min_tokens=5,
+    max_tokens=9,
+    logprobs=20,
+)
+
+
+def _first_batch(num_seqs: int) -> MicroBatch:
+    """The prompts of sequences that ask for all that changes logits, and for log-probabilities."""
+    chunks = [Chunk(s, 0, (1, 2, 3), ((),), sampling=PENALIZED, needs_sample=True, num_prompt=3) for s in range(num_seqs)]
+    return MicroBatch(0, 0, tuple(chunks), ())
+
+
+def test_logits_are_counted_as_they_are_processed() -> None:
+    """All sequences have penalties; their counts of tokens are apart from what is free again after the step."""
+    (num_seqs, vocab), processor = (64, 1000), LogitsProcessor(1000, (2,), torch.device("cpu"))
+    processor.update(_first_batch(num_seqs))
     with _live_bytes() as live:
-        sample(logits_SV, [params] * 64, range(64), choose_plainly)
-    assert 0.5 * SAMPLING_BYTES < live.peak / logits_SV.numel() <= SAMPLING_BYTES
+        processor.apply(torch.randn(num_seqs, vocab), range(num_seqs), [3] * num_seqs)
+    assert 0.8 * SAMPLING_BYTES < live.peak / (num_seqs * vocab) - LOGIT_BYTES <= SAMPLING_BYTES
+
+
+def test_the_kernel_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to it are the logits with penalties, and those that a grammar allows."""
+    triton_sampler = pytest.importorskip("tramontane.workers.sampling.triton_sampler")
+    monkeypatch.setattr(triton_sampler, "_kernel", _NoKernel())
+    logits_SV = torch.randn(64, 1000)
+    with _live_bytes() as live:
+        sample(logits_SV, [PENALIZED] * 64, range(64), triton_sampler.choose_tokens)
+    assert 2 * logits_SV.nbytes + live.peak < SAMPLING_BYTES * logits_SV.numel()
+    assert live.peak >= logits_SV.nbytes
+
+
+def test_pytorch_samples_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_SV, params = torch.randn(63, 1000), [replace(PENALIZED, seed=seed) for seed in range(63)]
+    with _live_bytes() as live:
+        expected = sample(logits_SV, params, range(63), choose_plainly).tolist()
+    assert 0.5 * SORTING_BYTES < live.peak / logits_SV.numel() <= SORTING_BYTES
+    monkeypatch.setattr(integer_sampler, "MAX_LOGITS", 8_999)
+    with _live_bytes() as live:
+        assert sample(logits_SV, params, range(63), choose_plainly).tolist() == expected
+    assert live.peak <= 8_999 * SORTING_BYTES
+
+
+def test_sampled_tokens_are_scored_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_SV, found, peaks = torch.randn(63, 1000), [], []
+    tokens = [7, NO_TOKEN, *range(8, 69)]
+    for most in (2**22, 8_999):
+        monkeypatch.setattr(logprobs, "MAX_LOGITS", most)
+        tracker = LogprobTracker(1000, has_exact_sums=True)
+        tracker.update(_first_batch(63))
+        with _live_bytes() as live:
+            found.append(list(tracker.sampled(logits_SV, tokens, range(63), [3] * 63)))
+        peaks.append(live.peak)
+    assert found[0] == found[1]
+    assert [row for row, _ in found[0]] == [0, *range(2, 63)]
+    assert peaks[1] <= 8_999 * SORTING_BYTES < peaks[0]
+
+
+def test_counts_of_tokens_are_counted_as_they_grow() -> None:
+    for number in (1, 4, 5, 9, 33, 64):
+        counts = TokenCounts(10, torch.device("cpu"))
+        for _ in range(number):
+            counts.allocate()
+        output_RV, prompt_RV = counts._output_NV, counts._prompt_NV
+        assert output_RV.nbytes + prompt_RV.nbytes == count_rows(number) * 10 * COUNT_BYTES
+
+
+def _without_kernels(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setattr(module, name, _NoKernel())
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (96, 8, 128), (16, 16, 64)])
+def test_what_batch_invariant_attention_keeps(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_attention = pytest.importorskip("tramontane.workers.attention.triton_attention")
+    _without_kernels(triton_attention, monkeypatch, "_kernel", "_combine")
+    num_heads, kv_heads, head_dim = heads
+    args, kept = replace(MISTRAL, n_heads=num_heads, n_kv_heads=kv_heads, head_dim=head_dim), []
+    for num_tokens, num_pages in product((1, 2, 3, 4, 6, 8, 16), (1, 64, 1000, 3000, 8000, 16_000)):
+        q_BHd = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16, device="meta")
+        keys = LayerCache(*torch.empty(2, 16, kv_heads, head_dim, dtype=torch.bfloat16, device="meta").unbind())
+        tiles, pages = torch.empty(num_tokens, 4, device="meta"), torch.empty(num_tokens, num_pages, device="meta")
+        with _live_bytes() as live:
+            triton_attention.TritonDecode().attend(q_BHd, keys, triton_attention.TileMask(2**30, 16, tiles, pages))
+        kept.append(live.peak - q_BHd.nbytes)
+    assert kept_bytes(args, batch_invariant=False) == 0
+    assert 0.6 * kept_bytes(args, batch_invariant=True) < max(kept) <= kept_bytes(args, batch_invariant=True)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_latent_attention_keeps(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_latent = pytest.importorskip("tramontane.workers.attention.triton_latent")
+    _without_kernels(triton_latent, monkeypatch, "_attend", "_combine")
+    args, kept = PRESETS["mistral-small-4-119b"], []
+    assert args.latent is not None
+    for num_tokens, parts in product((1, 3, 200, 1000), (2, 16, 128)):
+        q_THd = torch.empty(num_tokens, args.n_heads, args.head_dim, dtype=torch.bfloat16, device="meta")
+        keys_NGd = torch.empty(16, 1, args.head_dim, dtype=torch.bfloat16, device="meta")
+        index_T = torch.empty(num_tokens, device="meta")
+        places = triton_latent.KeyPlaces(2**30, 16, index_T, index_T, torch.empty(num_tokens, 64, device="meta"))
+        kernel = triton_latent.LatentKernel(args.latent.kv_lora_rank, 64, triton_latent.Tile(32, 32, 4, 5, 2), parts)
+        with _live_bytes() as live:
+            out_THc = kernel.attend(q_THd, keys_NGd, places)
+        kept.append(live.peak - out_THc.nbytes)
+    assert 0.8 * kept_bytes(args, batch_invariant) < max(kept) <= kept_bytes(args, batch_invariant)
+
+
+def test_what_of_quantized_matrices_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many tokens, some rows of a matrix at a time."""
+    assert linear.BLOCK_ELEMENTS["cuda"] == BLOCK_NUMBERS
+    monkeypatch.setitem(linear.BLOCK_ELEMENTS, "cpu", 10_000)
+    x_TK, numbers_NK = torch.randn(3, 1000), torch.ones(95, 1000, dtype=torch.int8)
+    with _live_bytes() as live:
+        out_TN = linear.blockwise_linear(x_TK, numbers_NK, torch.float32, torch.ones(95))
+    assert 10_000 * 4 <= live.peak - out_TN.nbytes < 1.2 * 10_000 * 4
+    plain, quantized = (
+        config_runtime(_config(quantize=each), MISTRAL, "bfloat16", 128, 4096) for each in (None, Quantization.INT8)
+    )
+    assert quantized.workspaces - plain.workspaces == quantized.graphs - plain.graphs == 32 * MIB
+
+
+def test_what_attention_keeps_is_planned_for_steps_and_for_graphs() -> None:
+    plain, invariant = (config_runtime(_config(batch_invariant=each), MISTRAL, "bfloat16", 128, 4096) for each in (None, True))
+    assert invariant.workspaces - plain.workspaces == invariant.graphs - plain.graphs == 65 * MIB
+    assert invariant.total - plain.total == 130 * MIB
 
 
 @pytest.mark.parametrize("has_exact_sums", [False, True])
@@ -103,25 +249,25 @@ def test_logits_of_prompts_are_counted_as_they_are_scored(has_exact_sums: bool) 
     logits_RV = torch.randn(64, 1000)
     with _live_bytes() as live:
         token_logprobs(logits_RV, [1] * 64, [20] * 64, has_exact_sums)
-    assert live.peak <= SAMPLING_BYTES * logits_RV.numel()
-    assert PROMPT_LOGITS == logprobs.MAX_LOGITS
+    assert live.peak <= SORTING_BYTES * logits_RV.numel()
+    assert SORTED_LOGITS == logprobs.MAX_LOGITS
 
 
 def test_the_sums_are_those_of_the_example() -> None:
     found = gpu_runtime(MISTRAL, "bfloat16", 4096, 128, num_sampled=128)
-    logits, kept = 128 * 32_000 + 2**22, 8 * 33 * 2**16
+    kept = 8 * 33 * 2**16
     pieces = 512 * (55_296 + 14_336) * 2 + 512 * 16 + kept
     assert round(pieces / MIB, 1) == 84.5
+    logits = 128 * 32_000 * (4 + 28 + 5) + 2**22 * (4 + 48)
     assert found.as_data() == {
         "context": 800 * MIB,
         "workspaces": 64 * MIB,
         "activations": 432 * MIB * 9 // 2,
         "graphs": int(13.5 * MIB) + int(15.625 * MIB) + pieces,
-        "logits": 52 * logits,
+        "logits": logits,
         "total": found.total,
     }
-    assert found.total == 800 * MIB + 64 * MIB + 1944 * MIB + int(29.125 * MIB) + pieces + 52 * logits
-    assert (LOGIT_BYTES, SAMPLING_BYTES) == (4, 48)
+    assert found.total == 800 * MIB + 64 * MIB + 1944 * MIB + int(29.125 * MIB) + pieces + logits
 
 
 def test_the_widest_part_of_a_layer() -> None:
@@ -149,7 +295,7 @@ def test_drafts_are_sampled_too_and_experts_elsewhere_take_nothing() -> None:
     config = EngineConfig(max_num_seqs=16)
     drafting = _config(max_num_seqs=16, speculative_config={"num_speculative_tokens": 3})
     plain, drafted = (config_runtime(each, MISTRAL, "bfloat16", 16, 512).logits for each in (config, drafting))
-    assert drafted - plain == 48 * 32_000 * 52
+    assert drafted - plain == 48 * 32_000 * 32
     mixtral = PRESETS["mixtral-8x7b"]
     inside, outside = (
         config_runtime(config, mixtral, "bfloat16", 16, 512, experts_inside=each).activations for each in (True, False)
@@ -178,13 +324,16 @@ def test_models_without_graphs_of_pieces_need_no_memory_for_them() -> None:
     decodes = 16 * (widest_activations(mixtral, experts_inside=False) * 2 + mixtral.vocab_size * 4)
     assert graphs(mixtral, experts_inside=False) == decodes
     large = PRESETS["mistral-large-4-1t"]
-    assert graphs(large) == 16 * (widest_activations(large, experts_inside=True) * 2 + large.vocab_size * 4)
+    assert graphs(large) == 16 * (widest_activations(large, experts_inside=True) * 2 + large.vocab_size * 4) + kept_bytes(
+        large, False
+    )
     assert latent.latent is not None
     widest = widest_activations(latent, experts_inside=True)
     between = latent.dim + (latent.n_heads + 1) * latent.head_dim + latent.n_heads * latent.latent.kv_lora_rank
     kept = 8 * (latent.n_layers + 1) * 2**16
     pieces = 512 * (widest + between) * 2 + 512 * 16 + kept
-    assert graphs(latent) == 16 * (widest * 2 + latent.vocab_size * 4) + pieces
+    converted = kept_bytes(latent, False) + BLOCK_NUMBERS * 2 * (latent.quantization is not None)
+    assert graphs(latent) == 16 * (widest * 2 + latent.vocab_size * 4) + pieces + converted
 
 
 @pytest.mark.parametrize(("memory", "runtime", "usable"), [(80, None, 72), (80, 3, 72), (20, 3, 17), (30, 3, 27), (2, 3, 0)])

@@ -248,3 +248,9 @@ def test_only_a_last_stage_has_a_sampler(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device_backend, "kernel_for", lambda device, vocab: (device, vocab))
     stages = tiny_plan(tiny_args(n_layers=2), 2).stages
     assert [device_backend._sampler(stage, CPU) for stage in stages] == [None, (CPU, stages[1].args.vocab_size)]
+
+
+def test_the_least_weight_is_no_less_than_the_share_of_the_best() -> None:
+    """A third of 2**30 is 357913941.33: a token of 357913941 has less."""
+    least_weights = row_params([SamplingParams(min_p=share) for share in (1 / 3, 0.25)], [0.0] * 2, CPU)[:, 2].tolist()
+    assert least_weights == [357_913_942, 2**28]

@@ -1,13 +1,14 @@
 """The numerics of a stage name what computes each part of it: kernels in C by their sources and the platform."""
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_args, tiny_plan
+from torch import nn
 
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights
@@ -16,8 +17,11 @@ from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, SdpaPre
 from tramontane.workers.device import native_library, numerics
 from tramontane.workers.device.numerics import device_numerics
 from tramontane.workers.kernels import fused_ops, packed_linear
-from tramontane.workers.kernels.kernel_names import describe_kernel
-from tramontane.workers.kernels.quantized_linear import QuantizedKernels, fp8_linear
+from tramontane.workers.kernels.fused_ops import EAGER
+from tramontane.workers.kernels.kernel_names import describe_kernel, name_kernels
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.kernels.quantized_linear import QuantizedKernels, QuantizedLinear, fp8_linear
+from tramontane.workers.kernels.row_products import RowProducts, TiledProducts, set_row_products
 from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_numerics import stage_numerics
@@ -144,6 +148,28 @@ def test_kernels_of_gpus_are_named_with_their_parameters() -> None:
     assert describe_kernel(SdpaPrefill()) == "SdpaPrefill"
     assert describe_kernel(_Paged(64, 16)) == "_Paged(64)", "sizes of pages change no bits"
     assert describe_kernel(QuantizedKernels(None, fp8_linear)) == "QuantizedKernels(None, fp8_linear)"
+
+
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_products_of_rows_apart_are_named(quantize: Quantization | None) -> None:
+    """As with batch invariance on GPUs, whatever tiles run there: these change no bits."""
+    model = nn.Sequential(Linear(16, 16), QuantizedLinear(16, 16, torch.int8) if quantize else Linear(16, 32))
+    meta, names = torch.device("meta"), []
+    for tiles in ({}, {(torch.bfloat16, torch.int8): ()}):
+        products = TiledProducts(tiles)  # type: ignore[arg-type]
+        set_row_products(model, RowProducts(products.linear, products.grouped))
+        names.append(name_kernels(model, EAGER, meta, torch.float32))
+    kinds = {"products of float32", "products of int8"} if quantize else {"products of float32"}
+    assert names[0] == names[1] == {"norms": "PyTorch", **dict.fromkeys(kinds, "TiledProducts()")}
+    set_row_products(model, None)
+    assert name_kernels(model, EAGER, meta, torch.float32)["products of float32"] == "PyTorch"
+
+
+def test_what_is_between_products_on_gpus_is_named() -> None:
+    model, gpu = nn.Module(), torch.device("cuda")
+    compiled, row_wise = replace(EAGER, cos_sin=lambda *_: None), replace(EAGER, rms_norm=lambda *_: None)  # type: ignore[arg-type,return-value]
+    names = [name_kernels(model, ops, gpu, torch.bfloat16)["norms"] for ops in (EAGER, compiled, row_wise)]
+    assert names == ["PyTorch", "torch.compile and Triton", "Triton and PyTorch"]
 
 
 def test_a_gpu_is_named_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_DECODES, Chunk, DecodeColumns, MicroBatch, StepResult
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.stage.step_profiler import VARIABLE, StepProfiler
+from tramontane.workers.stage.step_profile import VARIABLE
+from tramontane.workers.stage.step_profiler import StepProfiler
 
 PLAN = tiny_plan(tiny_args(n_layers=2), 1, max_num_seqs=2).stages[0]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -75,6 +76,12 @@ def test_a_malformed_variable_is_one_line(text: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=r"it must be FOLDER:FIRST:STEPS, such as /tmp/profile:200:20"):
         StepProfiler.from_environment(PLAN, torch.device("cpu"))
+
+
+def test_a_stage_that_could_not_record_it_reads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, "/tmp/x:1")
+    with pytest.raises(ConfigError, match=VARIABLE):
+        StageWorker.load(PLAN, tmp_path / "nothing")
 
 
 def test_without_the_variable_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
